@@ -318,7 +318,8 @@ class Trainer:
         if not self._config.eval.before_and_after:
             return None
         version = self._version
-        self._progress.note(f"evaluating {self._config.eval.tasks} tasks with the weights of step {version}")
+        most = self._config.eval.tasks
+        self._progress.note(f"evaluating up to {most} tasks of each environment with the weights of step {version}")
         result = await self._system.evaluate()
         self._evaluated |= result.task_hashes
         self._progress.note(f"{result.kind}: {result.scores}, {result.seconds:.0f} s")

@@ -169,6 +169,7 @@ def test_the_command_prints_the_folder_or_one_line_and_no_progress_bar_into_a_lo
         ({"model_type": None}, "names no model_type"),
         ({"quantization_config": {"quant_method": "awq"}}, r"its weights are quantized \(awq\), .* plain ones"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\)"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "t5 has an encoder, and only decoders can be trained"),
     ],
 )
 def test_a_config_of_a_model_that_cannot_be_trained_is_refused(

@@ -18,6 +18,14 @@ from roll_flash.processes.background import DaemonThreads, call_sync_or_async
 from roll_flash.sandboxes import SandboxError
 
 T = TypeVar("T")
+NO_TEXTS = (
+    gymnasium.spaces.Box,
+    gymnasium.spaces.Dict,
+    gymnasium.spaces.Discrete,
+    gymnasium.spaces.MultiBinary,
+    gymnasium.spaces.MultiDiscrete,
+)
+"""Spaces that hold no text."""
 
 
 async def contract_broken(player: Player, seed: int, timeout_s: float) -> str:
@@ -50,7 +58,7 @@ async def _first_fault(env: Any, seed: int, timeout_s: float) -> str:
 
     hosted = AsyncEnvironment(env, DaemonThreads())
     if not isinstance(env.unwrapped, Env):
-        if fault := _text_space_without_blanks(env):
+        if fault := _no_space_of_texts(env):
             return fault
         await call("reset", hosted.reset(seed))  # raises for an observation that is no text
         fault = await call("gymnasium's checker", call_sync_or_async(_gymnasiums_own_check, env))
@@ -67,8 +75,13 @@ async def _first_fault(env: Any, seed: int, timeout_s: float) -> str:
     return ""
 
 
-def _text_space_without_blanks(env: Any) -> str:
+def _no_space_of_texts(env: Any) -> str:
     """Gymnasium's own `Text` holds letters and digits unless it is told otherwise, and no sentence."""
+    if isinstance(actions := getattr(env, "action_space", None), NO_TEXTS):
+        return (
+            f"action_space is a {type(actions).__name__} space, but a model's actions are texts; read them in "
+            "the environment or in a wrapper (GymText-v0 does it for discrete actions), with roll_flash.TextSpace()"
+        )
     for name in ("observation_space", "action_space"):
         space = getattr(env, name, None)
         if isinstance(space, gymnasium.spaces.Text) and " " not in space.character_set:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from roll_flash.chat.templates import Tools
-from roll_flash.config.sections.data import RewardConfig
+from roll_flash.config.sections.data import DEMONSTRATION_COLUMNS, RewardConfig
 from roll_flash.config.tree import DATASET_ENV, EnvConfig
 from roll_flash.envs.datasets.rewards import check_reward, fault_of_answer, is_empty, reads_answer
 from roll_flash.envs.hosting.waiting import call_in_time
@@ -19,7 +19,9 @@ from roll_flash.types import Message
 
 LOADING_S = 300.0
 """Maximum seconds to import what a reward needs; it may load a model."""
-ROW_KWARGS = ("answer_in", "tools", "max_turns", "reward")
+KWARGS = ("answer_in", "tools", "max_turns")
+"""Keyword arguments of Dataset-v0 that an entry of `envs` can set; the others come from rows."""
+ROW_KWARGS = (*KWARGS, "reward")
 """What a row of Dataset-v0 can set for itself; `reward`: names of rewards of the entry."""
 
 
@@ -55,13 +57,13 @@ def prompt_of(env: EnvConfig, row: Mapping[str, Any], place: object) -> str | li
             )
         return data.template.format_map(row)
     messages = data.columns.get("messages", "messages")
-    if messages in row:
+    if messages in row and ("prompt" not in data.columns or "messages" in data.columns):
         return _checked_messages(row[messages], messages, place)
     prompt = data.columns.get("prompt", "prompt")
     if prompt not in row:
         raise ConfigError(
-            f"{place}: no column {prompt!r} or {messages!r}; it has {_names(row)}; say which one asks, for example "
-            f"data.columns.prompt={next(iter(row), 'question')}"
+            f"{place}: no column {prompt!r} or {messages!r}; it has {_names(row)}; say which one "
+            f"asks: data: {{path: ..., columns: {{prompt: {next(iter(row), 'question')}}}}}"
         )
     asked = row[prompt]
     if isinstance(asked, list):
@@ -75,8 +77,10 @@ class AnswerCheck:
     """Checks that rows have the columns that the config names, and answers that the rewards can be computed with."""
 
     def __init__(self, env: EnvConfig) -> None:
-        """Raises ConfigError for a reward that does not exist."""
+        """Raises ConfigError for a reward, or an argument of Dataset-v0, that does not exist."""
         assert env.data is not None
+        if env.id == DATASET_ENV and (unknown := [name for name in env.kwargs if name not in KWARGS]):
+            raise ConfigError(f"kwargs has {unknown[0]!r}; {DATASET_ENV} takes {', '.join(KWARGS)}")
         self._env = env
         self._column = env.data.columns.get("answer", "answer")
         self._named = {ours: theirs for ours, theirs in env.data.columns.items() if ours not in ("prompt", "messages")}
@@ -97,7 +101,7 @@ class AnswerCheck:
             if self._column not in row:
                 raise ConfigError(
                     f"{place}: no column {self._column!r}, which reward {reward.label} needs; it has {_names(row)}; "
-                    "data.columns.answer=NAME says which one it is"
+                    "say which one it is: data: {path: ..., columns: {answer: NAME}}"
                 )
             if fault := fault_of_answer(reward, row[self._column]):
                 raise ConfigError(
@@ -175,7 +179,10 @@ def _own_kwargs(env: EnvConfig, row: Mapping[str, Any], place: object) -> Mappin
 
 def demonstration_of(row: Mapping[str, Any], columns: Mapping[str, str], place: object) -> tuple[list[Message], Tools]:
     """Return the conversation of a row that a model is to imitate, and the tools that it calls. Raises ConfigError."""
-    name = {ours: columns.get(ours, ours) for ours in ("messages", "prompt", "answer", "tools")}
+    name = {ours: columns.get(ours, ours) for ours in DEMONSTRATION_COLUMNS}
+    if missing := [(ours, theirs) for ours, theirs in columns.items() if theirs not in row]:
+        ours, theirs = missing[0]
+        raise ConfigError(f"{place}: no column {theirs!r}, which columns.{ours} names; it has {_names(row)}")
     tools = _from_json(row.get(name["tools"]), name["tools"], place)
     if name["messages"] in row:
         value = _from_json(row[name["messages"]], name["messages"], place)
@@ -238,12 +245,20 @@ def _checked_messages(value: Any, column: str, place: object, *, is_prompt: bool
         raise ConfigError(f"{place}: {column!r} is {_shown(value)}, not a list of messages with roles")
     if any(isinstance(message.get("content"), list) for message in value):
         raise ConfigError(f"{place}: {column!r} has content in parts, such as images; only text can be played")
+    for message in value:
+        if not isinstance(message["role"], str) or not _has_text(message):
+            raise ConfigError(f"{place}: {column!r} has {_shown(message)}; a message is {{role, content}}, both texts")
     if is_prompt and value[-1]["role"] == "assistant":
         raise ConfigError(
             f"{place}: {column!r} end with a message of the assistant, which leaves nothing to ask; leave it out, or "
             "imitate such rows first (warm_start.demonstrations)"
         )
     return list(value)
+
+
+def _has_text(message: Message) -> bool:
+    content = message.get("content")
+    return isinstance(content, str) or (content is None and bool(message.get("tool_calls")))
 
 
 def _names(row: Mapping[str, Any]) -> str:

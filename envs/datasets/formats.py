@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from roll_flash.config.sections.data import DataConfig
 from roll_flash.config.user_code import load_object
 from roll_flash.envs.adapters.optional_package import import_optional
-from roll_flash.envs.datasets.rows import MAX_ROW_BYTES, SAVE_AS, Rows
+from roll_flash.envs.datasets.rows import MAX_ROW_BYTES, NOT_UTF8, Rows, require_text
 from roll_flash.envs.datasets.spooled import spooled
 from roll_flash.errors import ConfigError, first_line
 from roll_flash.terminal import say
@@ -23,6 +24,10 @@ NO_ROW_S = 300.0
 DOWNLOAD_S = 3600.0
 """Maximum seconds that the library may take until a row; it downloads all files before."""
 REASON_CHARACTERS = 200
+_OF_WINDOWS = re.compile(r"[A-Za-z]:[\\/]|[^:]*\\")
+_QUOTED = re.compile('"[^"]*"')
+_NO_TEXT = re.compile("[\udc80-\udcff]")
+"""What `surrogateescape` makes of bytes that are not UTF-8."""
 FILES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 _AS_LINES = {
     ".json": "; write one object per line: jq -c '.[]' FILE > my.jsonl",
@@ -37,7 +42,8 @@ _AS_LINES = {
 def open_rows(data: DataConfig, path: str, split: str) -> Rows:
     """Open the rows of a file, a folder, a Python object, or a data set on a hub. Raises ConfigError."""
     file = Path(path).expanduser()
-    kind = file.suffix.lower()
+    kind = "" if file.is_dir() else file.suffix.lower()
+    _require_place(path, file)
     if is_python(path):
         return Rows(spooled(_users_rows(path), path, NO_ROW_S), path, "row")
     if kind in FILES:
@@ -58,6 +64,15 @@ def open_rows(data: DataConfig, path: str, split: str) -> Rows:
         return Rows(spooled(rows, path, DOWNLOAD_S), path, "row")
     except OSError as error:
         raise ConfigError(f"data {path}: cannot be read: {error.strerror or error}") from None
+
+
+def _require_place(path: str, file: Path) -> None:
+    if not path.strip():
+        raise ConfigError("data: the path is empty; give a file, a folder or the id of a data set on a hub")
+    if "://" in path:
+        raise ConfigError(f"data {path}: an address is not read; download the file and give its path")
+    if _OF_WINDOWS.match(path) and not file.exists():
+        raise ConfigError(f"data {path}: this is a path of Windows; write it as Linux has it, such as data/my.jsonl")
 
 
 def is_python(path: str) -> bool:
@@ -98,30 +113,37 @@ def _users_rows(path: str) -> Iterator[Mapping[str, Any]]:
 
 def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
     csv.field_size_limit(MAX_ROW_BYTES)
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, restkey="", strict=True, delimiter=_delimiter(path))
+    with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+        reader = csv.DictReader(file, strict=True, delimiter=_delimiter(path))
         try:
             names = list(reader.fieldnames or ())
-            if twice := next((name for name, count in Counter(names).items() if count > 1), None):
+            if (twice := next((name for name, count in Counter(names).items() if count > 1), None)) is not None:
                 raise ConfigError(f"{path}: the first line names {twice!r} twice")
+            _require_utf8(names, path, 1)
             for row in reader:
-                if "" in row or None in row.values():
+                if None in row or None in row.values():
                     raise ConfigError(
                         f"{path}, line {reader.line_num}: the row has more or fewer fields than the first line names"
                     )
+                _require_utf8(row.values(), path, reader.line_num)
                 yield row
-        except UnicodeDecodeError:
-            raise ConfigError(f"{path}, line {reader.line_num + 1}: it is not UTF-8; {SAVE_AS}") from None
-        except csv.Error as error:
-            raise ConfigError(f"{path}, line {reader.line_num}: {error}; is a quote not closed?") from None
+        except csv.Error as error:  # the number of lines is that of the rows before
+            raise ConfigError(f"{path}, line {reader.line_num + 1}: {error}; is a quote not closed?") from None
+
+
+def _require_utf8(values: Iterable[str], path: Path, line: int) -> None:
+    if _NO_TEXT.search("".join(values)):
+        raise ConfigError(f"{path}, line {line}: {NOT_UTF8}")
 
 
 def _delimiter(path: Path) -> str:
     """Return what separates the columns: if the first line has no comma, what it has instead, which is said."""
+    with path.open("rb") as file:
+        line = file.readline(MAX_ROW_BYTES)
+    require_text(line, str(path))
     if path.suffix.lower() == ".tsv":
         return "\t"
-    with path.open("rb") as file:
-        first = file.readline(MAX_ROW_BYTES).decode(errors="replace")
+    first = _QUOTED.sub("", line.decode(errors="replace"))
     found = "," if "," in first else next((one for one in ";\t|" if one in first), ",")
     if found != ",":
         say(f"data {path}: its columns are separated by {found!r}", error=True)
@@ -130,8 +152,8 @@ def _delimiter(path: Path) -> str:
 
 def _library_rows(data: DataConfig, path: str, file: Path, split: str) -> Iterator[Mapping[str, Any]]:
     """Yield the rows that the library `datasets` reads. Files are streamed: nothing is written into its cache."""
-    what = f"data {path}" if file.exists() else f"data {path}, which is no file or folder here"
-    library = import_optional("datasets", package="datasets", needed_by=what)
+    about = ", a folder" if file.is_dir() else "" if file.exists() else ", which is no file or folder here"
+    library = import_optional("datasets", package="datasets", needed_by=f"data {path}{about}")
     try:
         if file.is_file():
             yield from library.load_dataset("parquet", data_files=str(file), split="train", streaming=True)
@@ -153,5 +175,5 @@ def _library_rows(data: DataConfig, path: str, file: Path, split: str) -> Iterat
         raise ConfigError(
             f"data {path}: neither a file or folder here nor a data set that can be loaded from a hub: {reason}; "
             f"where a network is, run `hf download --repo-type dataset {path}{revision} --local-dir {folder}` and "
-            f"give that folder: data.path={folder}"
+            f"give that folder: data: {folder}"
         ) from None

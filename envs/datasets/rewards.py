@@ -6,10 +6,12 @@ slow, so those that parse with a library run in a process with limits (`rewards/
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import json
 import re
+import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -146,6 +148,23 @@ def read_tests(expected: Any) -> str | list[Mapping[str, str]]:
     if not is_list or not all(isinstance(test.get(key), str) for test in tests for key in ("input", "output")):
         raise ValueError("tests are Python code or a list of {input, output}, both texts")
     return list(tests)
+
+
+def check_code_of_tests(expected: Any, place: str) -> None:
+    """Raises ConfigError for tests that are Python code which cannot run, or which every program passes."""
+    tests = read_tests(expected)
+    if not isinstance(tests, str):
+        return
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            found = [type(node) for node in ast.walk(ast.parse(tests))]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"{place}: reward {IN_SANDBOX} needs tests: this is no Python: {first_line(error)}") from None
+    if not {ast.Assert, ast.Raise, ast.Call}.intersection(found):
+        raise ConfigError(
+            f"{place}: reward {IN_SANDBOX} needs tests, such as `assert double(3) == 6`; every program passes "
+            f"{tests!r:.60}"
+        )
 
 
 def reads_answer(reward: RewardConfig) -> bool:

@@ -23,15 +23,17 @@ BLOCK_BYTES = 1 << 20
 """Size of the lines that are indexed at once."""
 SAID_BYTES = 1 << 25
 """Size of a file that may take longer than 2 s, so that it is said."""
-SAVE_AS = "save it as UTF-8"
-_NO_LINES = {
-    codecs.BOM_UTF16_LE: f"it is UTF-16; {SAVE_AS}",
-    codecs.BOM_UTF16_BE: f"it is UTF-16; {SAVE_AS}",
+NOT_UTF8 = "it is not UTF-8; save it as UTF-8"
+_UTF16 = "it is UTF-16; save it as UTF-8"
+_NO_TEXT = {
+    codecs.BOM_UTF16_LE: _UTF16,
+    codecs.BOM_UTF16_BE: _UTF16,
+    b"{\x00": _UTF16,
+    b"\x00{": _UTF16,
     b"\x1f\x8b": "it is compressed; run gunzip",
     b"\x28\xb5\x2f\xfd": "it is compressed; run unzstd",
-    b"[": "it is one list; write one object per line: jq -c '.[]' FILE > my.jsonl",
 }
-"""How a file begins that has no JSON lines, and what to do."""
+"""How a file begins that is no text in UTF-8, and what to do."""
 Hashes = np.ndarray[Any, np.dtype[np.uint64]]
 
 
@@ -55,7 +57,9 @@ class Rows:
             # A line goes on after the block; of one that is too long no more is read than it takes to see that.
             lines = io.BytesIO(block + file.readline(MAX_ROW_BYTES + 1)).readlines()
             if number == 1:
-                self._require_lines(lines[0])
+                require_text(lines[0], name)
+                if lines[0].startswith(b"["):
+                    raise ConfigError(f"{name}: it is one list; write one object per line: jq -c '.[]' FILE > my.jsonl")
                 text = lines[0].removeprefix(codecs.BOM_UTF8)  # as Windows begins a file
                 lines[0], place = text, len(lines[0]) - len(text)
             sizes = np.fromiter(map(len, lines), np.int64, len(lines))
@@ -72,15 +76,12 @@ class Rows:
         self.checksums = np.frombuffer(checksums, np.uint32)
         """Of each row's bytes."""
 
-    def _require_lines(self, first: bytes) -> None:
-        for start, reason in _NO_LINES.items():
-            if first.startswith(start):
-                raise ConfigError(f"{self._name}: {reason}")
-
     def _require_short(self, sizes: np.ndarray[Any, np.dtype[np.int64]], number: int) -> None:
         for index in np.flatnonzero(sizes > MAX_ROW_BYTES)[:1]:
             most = f"{MAX_ROW_BYTES / 2**20:g} MiB, the most that a row may have"
-            raise ConfigError(f"{self._name}, {self._unit} {number + index}: the row has more than {most}")
+            raise ConfigError(
+                f"{self._name}, {self._unit} {number + index}: the row has more than {most}; shorten it or leave it out"
+            )
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -112,8 +113,12 @@ class Rows:
     def _decoded(self, line: bytes, index: int) -> dict[str, Any]:
         try:
             row = self._decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ConfigError(f"{self.place(index)}: this is no JSON: {error}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{self.place(index)}: {NOT_UTF8}") from None
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ConfigError(
+                f"{self.place(index)}: this is no JSON: {error}; each line is one object; correct it or leave it out"
+            ) from None
         if not isinstance(row, dict):
             raise ConfigError(f"{self.place(index)}: a row is an object with columns, not a {type(row).__name__}")
         return row
@@ -130,6 +135,13 @@ class Place:
 
     def __str__(self) -> str:
         return self._rows.place(self.index)
+
+
+def require_text(first: bytes, name: str) -> None:
+    """Raises ConfigError for a file that begins with `first` and is compressed, or not UTF-8."""
+    for start, reason in _NO_TEXT.items():
+        if first.startswith(start):
+            raise ConfigError(f"{name}: {reason}")
 
 
 def digest_of(text: bytes) -> bytes:

@@ -56,6 +56,7 @@ def split_rows(env_json: str, stamps: object) -> Split:
     assert env.data is not None
     data, rows = env.data, open_rows(env.data, env.data.path, env.data.split)
     read = _Read.of(env, rows)
+    _require_own_columns(data, rows)
     held_out_rows = _open_held_out(data)
     if held_out_rows is None:
         is_held_out = _held_out_by_content(read.prompts, data.held_out_share)
@@ -168,6 +169,17 @@ def _characters(prompt: str | Sequence[Message]) -> int:
 
 def _is_said(name: str, value: object) -> bool:
     return name != "role" and isinstance(value, str)
+
+
+def _require_own_columns(data: DataConfig, rows: Rows) -> None:
+    """Raises ConfigError for a column that a row may lack, if all do: its name is then misspelt."""
+    for key in ("environment_column", "kwargs_column"):
+        column = getattr(data, key)
+        if column is not None and not any(column in row for row in rows):
+            names = ", ".join(map(repr, rows[0]))
+            raise ConfigError(
+                f"data {data.path}: no row has a column {column!r}, which data.{key} names; the first has {names}"
+            )
 
 
 def _open_held_out(data: DataConfig) -> Rows | None:

@@ -19,6 +19,8 @@ from roll_flash.processes.background import call_sync_or_async
 
 When = Literal["turn", "final"]
 REWARD_TIMEOUT_S = 60.0
+TOLERANCE = 1e-9
+"""By which a full reward may be less than 1, because of rounding."""
 _MARK = "__roll_flash_reward__"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -37,6 +39,8 @@ class Score:
 
     total: float
     values: Mapping[str, float]
+    is_full: bool = True
+    """False if a reward with a positive weight gave less than 1, whatever the others gave."""
 
 
 def reward(
@@ -88,13 +92,14 @@ class Rubric:
     async def score(self, env: Any, when: When) -> Score:
         """Call the functions of this moment one by one. Raises EnvError for a value that is not a finite number."""
         values: dict[str, float] = {}
-        total = 0.0
+        total, is_full = 0.0, True
         for function, options in self._rewards:
             if options.when == when:
                 value = await _ask(function, env, options.timeout_s)
                 values[function.__name__] = value
                 total += options.weight * value
-        return Score(total, values)
+                is_full &= options.weight <= 0 or value >= 1 - TOLERANCE
+        return Score(total, values, is_full)
 
 
 def _options_of(function: Any) -> RewardOptions | None:

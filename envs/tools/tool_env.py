@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from roll_flash.chat.model_text import cut_middle, last_answer
 from roll_flash.envs.base import Env, Observation, SandboxEnv, StepResult
-from roll_flash.envs.rewards.functions import Rubric
+from roll_flash.envs.rewards.functions import TOLERANCE, Rubric
 from roll_flash.envs.tools.calls import ANSWER_TAG, BadCall, ToolCall, parse_tool_calls
 from roll_flash.envs.tools.functions import Tool, ToolDefinitionError, WrongArguments, make_tool, options_of
 from roll_flash.envs.tools.prompt import (
@@ -180,7 +180,7 @@ class ToolEnv(Env):
         final = await self._rubric.score(self, "final")
         success = self.success
         if success is None and self._rubric.defines_success:
-            success = final.total >= self.full_reward - 1e-9
+            success = final.is_full and final.total >= self.full_reward - TOLERANCE
         return final.total, {**self._tool_info(), "rewards": dict(final.values), "success": success}
 
     def _tool_info(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from roll_flash.config.fields import (
 from roll_flash.config.files import apply_override, read_yaml
 from roll_flash.config.mistakes import explain_all
 from roll_flash.config.moved import moved_text
-from roll_flash.config.sections.data import Data, Rewards, distinct_names, require_known_columns
+from roll_flash.config.sections.data import COLUMNS, Data, Rewards, distinct_names, require_known_columns
 from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.sections.learner import LearnerConfig, WarmStartConfig
 from roll_flash.config.sections.scheduler import SchedulerConfig
@@ -114,7 +114,7 @@ class EnvConfig(Section):
         if self.reward and not is_dataset:
             raise ValueError(f"reward is for {DATASET_ENV}; {self.id} gives rewards of its own, so remove it")
         if self.data is not None and is_dataset:
-            require_known_columns(self.data)
+            require_known_columns(self.data.columns, COLUMNS, "data.columns")
         if self.data is not None and (self.task_source is not None or self.levels):
             raise ValueError("data chooses the tasks; remove task_source and levels")
         if self.data is not None and self.train_seeds != ALL_TRAIN_SEEDS:

@@ -26,10 +26,11 @@ from roll_flash.envs.datasets.rows import Rows
 from roll_flash.envs.tools.tool_chat import ToolChat, calls_as_text
 from roll_flash.errors import ConfigError, ModelError
 from roll_flash.monitor.episodes import read_episodes
+from roll_flash.terminal import say
 from roll_flash.types import Message, Task, Trajectory
 
-TRIED_AT_START = 16
-"""Number of rows that are tokenised when a run starts; of the others only the form is checked."""
+TRIED_AT_START = 4000
+"""Number of rows that are tokenised when a run starts, in a few seconds; of the others only the form is checked."""
 
 
 class Demonstrations(Protocol):
@@ -42,20 +43,26 @@ class Demonstrations(Protocol):
 
 def check_demonstrations(config: WarmStartConfig, model_folder: Path, model: ModelConfig) -> None:
     """Raises ConfigError for a missing source, and for the first row that is no conversation to imitate; or if no row
-    is short enough. Reads no episode of a run."""
+    is short enough. Says how many are not. Reads no episode of a run."""
     if (episodes := _episodes_of(config)) is not None:
         if not any(episodes.glob("step_*.jsonl")):
             raise ConfigError(f"warm_start.demonstrations: {episodes} has no episodes (step_*.jsonl)")
         return
     demonstrations = _open_rows(config, model_folder, model)
-    fits = False
+    tried, too_long = 0, 0
     for index in range(len(demonstrations)):
-        if index < TRIED_AT_START or not fits:
-            fits = bool(demonstrations[index]) or fits
+        if index < TRIED_AT_START or too_long == tried:
+            tried, too_long = tried + 1, too_long + (not demonstrations[index])
         else:
             demonstrations.conversation(index)
-    if not fits:
+    if too_long == tried:
         raise _nothing(config, model)
+    if too_long:
+        say(
+            f"warm_start.demonstrations: {too_long:,} of {tried:,} rows have more than model.max_length="
+            f"{model.max_length} tokens and are not imitated",
+            error=True,
+        )
 
 
 def open_demonstrations(config: WarmStartConfig, model_folder: Path, model: ModelConfig) -> Demonstrations:

@@ -31,7 +31,8 @@ async def warm_start(
     Raises ConfigError if there are no demonstrations, LearnerError if the learner fails.
     """
     demonstrations = await call_in_thread(lambda: open_demonstrations(config, model_folder, model))
-    drawn = _drawn(demonstrations, np.random.default_rng(seed))
+    too_long: list[int] = []
+    drawn = _drawn(demonstrations, np.random.default_rng(seed), too_long)
     losses: list[float] = []
     for step in range(config.steps):
         batch = await call_in_thread(lambda: list(islice(drawn, config.batch_size)))
@@ -40,17 +41,21 @@ async def warm_start(
         report(f"warm start: step {step + 1} of {config.steps}, loss {losses[-1]:.3f}")
     return {
         "warm_start/demonstrations": float(len(demonstrations)),
+        "warm_start/too_long": float(len(too_long)),
         "warm_start/first_loss": losses[0],
         "warm_start/last_loss": losses[-1],
     }
 
 
-def _drawn(demonstrations: Demonstrations, random: np.random.Generator) -> Iterator[Trajectory]:
-    """Draw each demonstration once, in random order, before any comes again. Without end."""
+def _drawn(demonstrations: Demonstrations, random: np.random.Generator, too_long: list[int]) -> Iterator[Trajectory]:
+    """Draw each demonstration once, in random order, before any comes again. Without end. Adds to `too_long` the number
+    of each that is left out."""
     while True:
         found = 0
         for index in random.permutation(len(demonstrations)):
             samples = demonstrations[int(index)]
+            if not samples:
+                too_long.append(int(index))
             found += len(samples)
             yield from samples
         if not found:

@@ -38,7 +38,7 @@ def check_model_folder(folder: Path) -> None:
 
 def check_config(folder: Path) -> dict[str, Any]:
     """Return config.json. Raises ModelError if it is missing, or of a model that cannot be trained: one that
-    transformers has no code for, with quantized weights, or not of text alone."""
+    transformers has no code for, with quantized weights, with an encoder, or not of text alone."""
     file = folder / "config.json"
     if not file.is_file():
         raise ModelError(f"{folder}: no config.json; this is not a Hugging Face model folder")
@@ -48,6 +48,11 @@ def check_config(folder: Path) -> dict[str, Any]:
         raise ModelError(
             f"{folder}: {kind} has a part for {' and '.join(parts)}, and only models of text alone "
             "can be trained; save its text part as a folder of its own (docs/models.md shows how)"
+        )
+    if config.get("is_encoder_decoder"):
+        raise ModelError(
+            f"{folder}: {kind} has an encoder, and only decoders can be trained; choose a causal language model, such "
+            "as one of docs/models.md"
         )
     if not kind or not isinstance(kind, str):
         raise ModelError(f"{file}: names no model_type; copy the config.json of the model again")

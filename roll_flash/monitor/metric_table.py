@@ -251,6 +251,7 @@ TABLE: dict[str, list[Metric]] = {
         Metric("checkpoint/waited_s", SECONDS, "time in which training waited for a checkpoint's copy"),
         Metric("checkpoint/written_s", SECONDS, "to write the newest checkpoint, beside training"),
         Metric("warm_start/demonstrations", COUNT, "demonstrations"),
+        Metric("warm_start/too_long", COUNT, "demonstrations drawn and left out: more tokens than `model.max_length`"),
         Metric("warm_start/first_loss", NATS, "loss per token of the first supervised step"),
         Metric("warm_start/last_loss", NATS, "of the last one"),
         Metric("metrics/not_finite", COUNT, "values of this line that were NaN or infinite"),

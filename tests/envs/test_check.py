@@ -258,6 +258,10 @@ class SaysArrays(Plain):
         return np.zeros(2, np.float32), {}
 
 
+class TakesNumbers(Plain):
+    action_space = gymnasium.spaces.Discrete(4)  # type: ignore[assignment]
+
+
 class HasNoBlanks(Plain):
     observation_space = gymnasium.spaces.Text(100)
 
@@ -266,6 +270,7 @@ class HasNoBlanks(Plain):
     ("env_type", "says"),
     [
         (SaysArrays, "not ndarray; render it as text"),
+        (TakesNumbers, "action_space is a Discrete space, but a model's actions are texts; read them in"),
         (HasNoBlanks, "observation_space is a Text space without a blank in its charset; roll_flash.TextSpace()"),
     ],
 )

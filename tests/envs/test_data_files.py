@@ -42,22 +42,62 @@ def test_columns_of_a_spreadsheet_are_found_and_another_separator_is_said(
     assert is_said == (name == "my.csv" and separator != ",")
 
 
+def test_a_column_without_a_name_and_a_separator_within_quotes_are_read(tmp_path: Path) -> None:
+    (tmp_path / "index.csv").write_text(",prompt,answer\n0,How much is it?,6\n")  # as pandas writes its index
+    assert list(opened(tmp_path / "index.csv")) == [{"": "0", "prompt": "How much is it?", "answer": "6"}]
+    (tmp_path / "quoted.csv").write_text('"question, in short";answer\nHow much is it?;6\n')
+    assert list(opened(tmp_path / "quoted.csv")) == [{"question, in short": "How much is it?", "answer": "6"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("C:\\data\\my.jsonl", "this is a path of Windows"),
+        ("C:/data/my.csv", "this is a path of Windows"),
+        ("data\\my.jsonl", "this is a path of Windows"),
+        ("https://example.com/my.jsonl", "an address is not read; download the file"),
+        ("", "the path is empty"),
+    ],
+)
+def test_a_path_that_cannot_be_one_here_is_no_module_of_python(path: str, says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        open_rows(DataConfig(path=path), path, "train")
+    assert says in str(error.value)
+
+
+def test_a_folder_with_the_suffix_of_a_file_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "my.parquet").mkdir()
+    with pytest.raises(ConfigError, match=r"my\.parquet, a folder: the package datasets"):
+        opened(tmp_path / "my.parquet")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
         ("my.jsonl", b"\x1f\x8b\x08", "my.jsonl: it is compressed; run gunzip"),
         ("my.jsonl", b"\x28\xb5\x2f\xfd", "my.jsonl: it is compressed; run unzstd"),
         ("my.jsonl", b'[\n{"prompt": "a"}\n]\n', "my.jsonl: it is one list; write one object per line: jq"),
+        ("my.jsonl", '{"prompt": "a"}'.encode("utf-16-le"), "my.jsonl: it is UTF-16; save it as UTF-8"),
+        ("my.jsonl", b'{"prompt": "a"}\n{"prompt": "\xe9"}\n', "my.jsonl, line 2: it is not UTF-8; save it as UTF-8"),
+        ("my.csv", b"\x1f\x8b\x08", "my.csv: it is compressed; run gunzip"),
+        ("my.csv", "prompt,answer\na,1\n".encode("utf-16"), "my.csv: it is UTF-16; save it as UTF-8"),
+        ("my.csv", b"prompt,answer\na,1\nb,2\n\xe9,3\n", "my.csv, line 4: it is not UTF-8; save it as UTF-8"),
+        (
+            "my.csv",
+            b'prompt,answer\na,1\n"b,2\nc,3\n',
+            "my.csv, line 3: unexpected end of data; is a quote not closed?",
+        ),
         ("my.jsonl.gz", b"", "not .gz; unpack it with gunzip"),
         ("my.xlsx", b"", "not .xlsx; save it as CSV"),
     ],
 )
-def test_what_has_no_lines_of_json_is_named_with_the_way_out(
+def test_what_has_no_rows_is_named_with_its_line_and_the_way_out(
     name: str, content: bytes, says: str, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError) as error:
-        opened(tmp_path / name)
+        list(opened(tmp_path / name))
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -327,6 +327,13 @@ def test_a_row_that_chooses_what_there_is_not_is_one_line(row: Any, message: str
         mixed(tmp_path, [*questions(3), row])
 
 
+@pytest.mark.parametrize("key", ["environment_column", "kwargs_column"])
+def test_a_column_that_no_row_has_is_a_misspelt_one(key: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "my.jsonl", [{**row, "with": {"answer_in": "boxed"}} for row in questions(5)])
+    with pytest.raises(ConfigError, match=rf"no row has a column 'wiht', which data\.{key} names; .* 'answer', 'with'"):
+        tasks({"path": path, key: "wiht"})
+
+
 def test_long_prompts_are_left_out_and_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rows = [*questions(20), {"prompt": "long " * 100, "answer": 1}]
     source = tasks({"path": write(tmp_path / "my.jsonl", rows), "max_prompt_characters": 100})
@@ -383,9 +390,14 @@ BAD_ROWS: dict[str, tuple[list[Any], str]] = {
     ),
     "empty file": ([], "my.jsonl: there is no row in it"),
     "blank lines": (["", "  "], "my.jsonl: there is no row in it"),
-    "huge row": ([{"prompt": "a" * 10_000_000}], "line 1: the row has more than 1 MiB, the most that a row may have"),
+    "huge row": ([{"prompt": "a" * 10_000_000}], "line 1: the row has more than 1 MiB, the most that"),
     "duplicate ids": ([{**row, "id": 7} for row in questions(3)], "line 2: id 7 is also that of"),
     "no text": ([{"prompt": 5}], "'prompt' is 5, not a text"),
+    "a message without text": (
+        [{"messages": [{"role": "user", "text": "a"}]}],
+        "a message is {role, content}, both texts",
+    ),
+    "a number in a chat": ([{"messages": [{"role": "user", "content": 5}]}], "a message is {role, content}"),
     "images": (
         [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}],
         "has content in parts, such as images; only text can be played",
@@ -400,6 +412,13 @@ def test_a_file_that_cannot_be_played_is_one_line_that_names_the_row(case: str, 
         tasks(write(tmp_path / "my.jsonl", rows))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_the_column_that_a_config_names_asks_though_rows_have_a_chat_too(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "no"}, {"role": "assistant", "content": "no"}]
+    path = write(tmp_path / "my.jsonl", [{"question": f"{n}?", "messages": talk, "answer": n} for n in range(5)])
+    found = all_of(tasks({"path": path, "columns": {"prompt": "question"}}))
+    assert all(prompt.endswith("?") for prompt in found)
 
 
 BAD_ANSWERS: dict[str, tuple[list[Any], Mapping[str, Any], str]] = {
@@ -494,6 +513,8 @@ def test_entries_that_contradict_themselves_are_refused(entry: Mapping[str, Any]
         ("mine.py:raises", "raised KeyError: 'no', for the right answer of .*my.jsonl, line 1"),
         ("mine.py:says", "returned '1.0'; it must return a finite number or a bool"),
         ("mine.py:wants", "nothing gives its argument 'colour'"),
+        ("mine.py:only_right", "returned None; it must return a finite number or a bool, for 'I do not know.' at"),
+        ("mine.py:only_numbers", "raised ValueError: .* for 'I do not know.' at .*my.jsonl, line 1"),
     ],
 )
 def test_a_reward_that_cannot_be_computed_is_one_line_at_the_start(
@@ -504,12 +525,35 @@ def test_a_reward_that_cannot_be_computed_is_one_line_at_the_start(
         "def raises(answer): raise KeyError('no')",
         "def says(answer): return '1.0'",
         "def wants(colour): return 1",
+        "def only_right(answer, expected):\n    if int(expected) == 1:\n        return answer == str(expected) or None",
+        "def only_numbers(answer, expected): return float(answer) == expected",
         "async def later(answer): return '1.0'",
         "def nothing(answer): return float('nan')",
     ]
     (tmp_path / "mine.py").write_text("\n".join(functions))
     with pytest.raises(ConfigError, match=message):
         tasks(write(tmp_path / "my.jsonl", questions(5)), reward=reward)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [("42", "every program passes '42'"), ("The answer is 4.", "this is no Python: invalid syntax")],
+)
+def test_answers_that_are_no_tests_of_programs_are_one_line_at_the_start(
+    answer: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tasks(write(tmp_path / "my.jsonl", [{**row, "answer": answer} for row in questions(5)]), reward="python_tests")
+
+
+def test_a_misspelt_argument_of_the_environment_names_those_that_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kwargs has 'answr_in'; Dataset-v0 takes answer_in, tools, max_turns"):
+        tasks(write(tmp_path / "my.jsonl", questions(5)), kwargs={"answr_in": "boxed"})
+
+
+def test_several_files_in_one_entry_are_told_the_way_out() -> None:
+    with pytest.raises(ValueError, match="several files are a folder, or several entries of envs"):
+        EnvConfig.model_validate({"id": "Dataset-v0", "data": ["a.jsonl", "b.jsonl"], "reward": "exact"})
 
 
 def test_a_reward_may_be_a_number_of_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -347,6 +347,28 @@ def test_an_environment_without_final_rewards_does_not_call_every_episode_a_succ
     assert asyncio.run(run())["success"] is success
 
 
+@pytest.mark.parametrize(("solved", "style", "success"), [(0.0, 3.0, False), (1.0, 0.5, False), (1.0, 1.0, True)])
+def test_no_reward_makes_up_for_another(solved: float, style: float, success: bool) -> None:
+    class Judged(ToolEnv):
+        @reward()
+        def is_solved(self) -> float:
+            return solved
+
+        @reward(weight=2.0)
+        def has_style(self) -> float:
+            return style
+
+        async def begin(self, seed: int) -> str:
+            return "work"
+
+    async def run() -> dict[str, Any]:
+        env = Judged()
+        await env.reset(seed=1)
+        return (await env.step("done"))[4]
+
+    assert asyncio.run(run())["success"] is success
+
+
 def test_a_reward_that_is_no_number_or_too_slow_fails_and_is_never_zero() -> None:
     @reward(timeout_s=0.1)
     def slow(env: Any) -> float:

@@ -214,6 +214,48 @@ def test_a_million_rows_are_not_kept_in_memory(tiny: Path, tmp_path: Path) -> No
     assert most < file.stat().st_size / 4
 
 
+def test_a_misspelt_column_of_demonstrations_is_one_line_on_either_side(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="columns: there is no 'tolls'; did you mean 'tools'"):
+        config(tmp_path, columns={"tolls": "functions"})
+    file = tmp_path / "talks.jsonl"
+    file.write_text(talk(3))
+    with pytest.raises(
+        ConfigError, match=r"line 1: no column 'functoins', which columns\.tools names; it has 'messages'"
+    ):
+        load_demonstrations(config(file, columns={"tools": "functoins"}), tiny, 200)
+
+
+def talk(count: int) -> str:
+    messages = [{"role": "user", "content": "say a"}, {"role": "assistant", "content": "a" * count}]
+    return json.dumps({"messages": messages}) + "\n"
+
+
+def test_rows_that_are_too_long_are_counted_when_the_run_starts_and_when_they_are_left_out(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "talks.jsonl"
+    file.write_text(talk(3) * 20 + talk(300) * 2)
+    assert len(load_demonstrations(config(file), tiny, 200)) == 20
+    assert "2 of 22 rows have more than model.max_length=200 tokens and are not imitated" in capsys.readouterr().err
+
+    async def use(learner: FsdpLearner) -> dict[str, float]:
+        settings, model = config(file, steps=2, batch_size=20), ModelConfig(path="tiny", max_length=200)
+        return await warm_start(learner, settings, model_folder=tiny, model=model, seed=0, report=lambda line: None)
+
+    figures = in_process(tiny, use)
+    assert figures["warm_start/demonstrations"] == 22
+    assert 2 <= figures["warm_start/too_long"] <= 4
+
+
+def test_a_late_row_that_no_template_can_show_is_one_line_when_the_run_starts(tiny: Path, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{% if m.content == 'b' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    folder = model_with(tmp_path, tiny, template + CHAT_TEMPLATE)
+    file = tmp_path / "talks.jsonl"
+    file.write_text(talk(3) * 20 + talk(3).replace("say a", "b"))
+    with pytest.raises(ConfigError, match=r"talks\.jsonl, line 21"):
+        load_demonstrations(config(file), folder, 200)
+
+
 def test_what_cannot_be_imitated_is_refused_with_a_reason(tiny: Path, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", tiny, {"good": 1.0})
     with pytest.raises(ConfigError, match=r"warm_start\.demonstrations: data .*nowhere\.jsonl: no such file"):

@@ -13,6 +13,7 @@ from roll_flash.config.fields import KeywordArguments, LocalPath, PositiveInt, S
 
 COLUMNS = ("prompt", "messages", "answer", "id")
 """Our names of the columns of Dataset-v0."""
+DEMONSTRATION_COLUMNS = ("messages", "prompt", "answer", "tools")
 
 
 class DataConfig(Section):
@@ -98,15 +99,20 @@ def distinct_names(found: Sequence[DataConfig]) -> list[str]:
     return names
 
 
-def require_known_columns(data: DataConfig) -> None:
-    """Raises ValueError for a key of `columns` that is none of ours."""
-    for wrong in (name for name in data.columns if name not in COLUMNS):
-        near = difflib.get_close_matches(wrong, COLUMNS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(COLUMNS)}"
-        raise ValueError(f"data.columns: there is no {wrong!r}; {hint}")
+def require_known_columns(columns: Mapping[str, str], known: Sequence[str], key: str) -> None:
+    """Raises ValueError for a name in `columns`, the value of `key`, that is none of ours."""
+    for wrong in (name for name in columns if name not in known):
+        near = difflib.get_close_matches(wrong, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+        raise ValueError(f"{key}: there is no {wrong!r}; {hint}")
 
 
 def _as_data(value: Any) -> Any:
+    if value is not None and not isinstance(value, str | Mapping | DataConfig):
+        raise ValueError(
+            "data is a path, or a mapping with path and other keys; several files are a folder, or several entries of "
+            "envs"
+        )
     return {"path": value} if isinstance(value, str) else value
 
 

@@ -19,6 +19,7 @@ from roll_flash.config.fields import (
     RayResources,
     Section,
 )
+from roll_flash.config.sections.data import DEMONSTRATION_COLUMNS, require_known_columns
 
 BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
@@ -118,6 +119,11 @@ class WarmStartConfig(Section):
     """Maximum episodes from a run, those with the highest rewards. Of a data set, all rows are drawn."""
     min_reward: float | None = None
     """Leave out episodes with a lower reward."""
+
+    @model_validator(mode="after")
+    def _columns(self) -> WarmStartConfig:
+        require_known_columns(self.columns, DEMONSTRATION_COLUMNS, "columns")
+        return self
 
 
 class KlConfig(Section):
