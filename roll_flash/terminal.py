@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any, TextIO, TypeVar
 
+T = TypeVar("T")
 _CONTROLS = (
     *(code for code in range(0x20) if chr(code) not in "\t\n"),
     *range(0x7F, 0xA0),  # DEL and C1
@@ -31,6 +35,40 @@ def one_line(text: str) -> str:
 def say(text: str = "", *, error: bool = False, end: str = "\n") -> None:
     """Print for the user, on standard output or standard error."""
     print(printable(text), file=sys.stderr if error else sys.stdout, end=end, flush=True)
+
+
+class _OutlivingReader:
+    """A text stream whose output is lost, instead of an error, from when nobody reads it any more."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._try(lambda: self._stream.write(text), len(text))
+
+    def flush(self) -> None:
+        self._try(self._stream.flush, None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _try(self, work: Callable[[], T], otherwise: T) -> T:
+        try:
+            return work()
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+            return otherwise
+
+
+@contextmanager
+def outliving_readers() -> Iterator[None]:
+    """Go on when the reader of our output ends (`| tee` on a full disk): a run of hours is worth more than its lines,
+    which `roll-flash status` and the files of the run have too."""
+    out, error = _OutlivingReader(sys.stdout), _OutlivingReader(sys.stderr)
+    with redirect_stdout(out), redirect_stderr(error):
+        yield
 
 
 def progress_bars_on_terminals_only() -> None:

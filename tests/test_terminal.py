@@ -6,6 +6,8 @@ import ast
 import io
 import json
 import logging
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +21,7 @@ from roll_flash.cli.main import main
 from roll_flash.envs.tools.results import limit_prints
 from roll_flash.monitor.progress import Progress
 from roll_flash.processes.terminal_logs import make_logs_printable
-from roll_flash.terminal import one_line, printable
+from roll_flash.terminal import one_line, outliving_readers, printable, say
 
 EVIL = "\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\u202eabc\u2066\u2028\x00\x7f\ud800"
 HARMLESS = r"\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\u202eabc\u2066\u2028\x00\x7f\ud800"
@@ -101,3 +103,18 @@ def test_the_command_line_prints_through_one_door() -> None:
 
 def _is_named_call(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it printed before is not printed twice. Both ways in which a run prints are tried."""
+    read, write = os.pipe()
+    with open(write, "w") as out, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", out)
+        with outliving_readers():
+            progress = Progress(3)
+            progress.note("step 1")
+            assert os.read(read, 100) == b"step 1\n"
+            os.close(read)
+            for _ in range(3):
+                progress.note("step 2")
+                say("step 3")

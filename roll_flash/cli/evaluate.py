@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from roll_flash.cli.options import Json, ModelName, Text, Words, argument, flag, option, show, split_words
+from roll_flash.terminal import outliving_readers
 
 
 def evaluate(
@@ -49,7 +50,7 @@ def _evaluate(options: dict[str, Any], as_json: bool) -> int:
 
     request = EvalRequest(**options)
     try:
-        with _progress() as status:
+        with outliving_readers(), _progress() as status:
             result, folder = asyncio.run(run_evaluation(replace(request, status=status)))
     except KeyboardInterrupt as stopped:
         stopped.add_note(f"what had ended is in {plan_evaluation(request).folder}; the same command goes on")

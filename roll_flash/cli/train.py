@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from roll_flash.cli.options import Json, Words, argument, flag, show, split_words, standard_output_for_json
 from roll_flash.errors import ConfigError, RollFlashError
+from roll_flash.terminal import outliving_readers
 
 if TYPE_CHECKING:
     from roll_flash.config.tree import Config
@@ -38,7 +39,7 @@ def train(
     from roll_flash.trainer import train as run
 
     try:
-        with standard_output_for_json(as_json):
+        with outliving_readers(), standard_output_for_json(as_json):
             summary = run(config, resume=resume)
     except (KeyboardInterrupt, RollFlashError) as error:
         _say_how_to_go_on(error, config)
