@@ -85,7 +85,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cluster:
     async def nothing(*_: object) -> None:
         return None
 
+    async def send_piece(*_: object) -> None:
+        made.asked.append("write")
+
     made = Cluster()
+    monkeypatch.setattr(preparation, "send_piece", send_piece)
     monkeypatch.setattr(preparation, "OtherNode", made.node)
     monkeypatch.setattr(preparation.ray, "get_runtime_context", Driver)
     monkeypatch.setattr(preparation.ray.util, "get_node_ip_address", lambda: "10.0.0.9")
