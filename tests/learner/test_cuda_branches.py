@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 
 from roll_flash.learner.model.token_logprobs import _add_product
+from roll_flash.learner.packing.tree_attention import tree_layout
 
 ROOT = Path(__file__).parents[2]
 BRANCH = re.compile(
@@ -70,3 +73,15 @@ def test_products_of_bfloat16_are_accumulated_in_float32_off_the_cpu() -> None:
     first, second = torch.zeros(3, 4, dtype=torch.bfloat16), torch.zeros(4, 5, dtype=torch.bfloat16)
     _add_product(total, first.to("meta"), second.to("meta"))
     assert (total.dtype, total.shape) == (torch.float32, (3, 5))
+
+
+@pytest.mark.parametrize("flex", [True, False])
+def test_a_row_off_the_cpu_has_one_mask_for_all_of_it(flex: bool) -> None:
+    """On the meta device too."""
+    ends = np.full(300, 300)
+    tree = tree_layout(np.arange(300), ends, torch.device("meta"), flex=flex)
+    found = tree.flex.kv_indices if flex and tree.flex is not None else tree.mask
+    assert tree.blocks == ()
+    assert (tree.flex is not None) == flex == (tree.mask is None)
+    assert found is not None
+    assert found.device.type == "meta"
