@@ -26,7 +26,7 @@ PLAN = "tests/cluster/test_plan.py"
 
 RUN_BY: dict[str, tuple[int, tuple[str, ...]]] = {
     "cluster/parts.py": (1, (PLAN,)),
-    "config/learner.py": (3, (PLAN, "tests/learner/test_learner_options.py")),
+    "config/sections/learner.py": (3, (PLAN, "tests/learner/test_learner_options.py")),
     "config/tree.py": (1, ("tests/test_config.py",)),
     "doctor.py": (3, (GPUS,)),
     "inference/open.py": (1, (SERVERS,)),
@@ -46,7 +46,7 @@ RUN_BY: dict[str, tuple[int, tuple[str, ...]]] = {
     "learner/weights/staged.py": (7, (PAGE_LOCKED, START)),
     "planner/measured/calibration.py": (1, ("tests/planner/test_calibration.py",)),
     "processes/gpus.py": (1, (GPUS,)),
-    "processes/local_ray.py": (2, (GPUS, "tests/test_start_checks.py")),
+    "processes/ray/local_ray.py": (2, (GPUS, "tests/test_start_checks.py")),
     "run/run_dir.py": (1, ("tests/test_run_dir.py",)),
     "weight_sync/double_buffer.py": (1, (PAGE_LOCKED, "roll_flash/gpu_check/servers.py")),
     "weight_sync/page_locked.py": (2, (PAGE_LOCKED,)),
