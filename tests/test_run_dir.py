@@ -22,7 +22,7 @@ from roll_flash.errors import CheckpointError, ConfigError, RunError
 from roll_flash.monitor.episodes import EpisodesWriter, read_episodes
 from roll_flash.monitor.progress import Progress
 from roll_flash.resume import resume
-from roll_flash.run import scale_request
+from roll_flash.run import run_dir, scale_request
 from roll_flash.run.checkpoints.disk_use import check_disk, checkpoint_bytes
 from roll_flash.run.run_dir import (
     Checkpoint,
@@ -539,6 +539,17 @@ def test_export_copies_the_model_and_never_writes_into_a_folder_with_something_i
     assert json.loads((folder / "config.json").read_text()) == {"text": "weights"}
     with pytest.raises(ConfigError, match="not empty"):
         export_checkpoint(str(run.folder), str(target))
+
+
+@pytest.mark.parametrize("only_cpus", [True, False])
+def test_the_timeline_says_on_how_many_cores_a_run_computes_unless_a_gpu_does(
+    only_cpus: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_dir, "is_cpu_installation", lambda: only_cpus)
+    with RunDir.create(config(tmp_path), resume=False) as run:
+        run.log_timeline({"step": 1})
+    (line,) = map(json.loads, (run.logs / run_dir.TIMELINE).read_text().splitlines())
+    assert line == {"step": 1, "cpu_cores": len(os.sched_getaffinity(0)) if only_cpus else 0}
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"id": "1", "gpus": 2}'])

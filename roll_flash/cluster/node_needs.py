@@ -98,6 +98,13 @@ def disk_problem(there: NodeFacts) -> str:
     return f"has {there.free_bytes / 2**20:.0f} MiB left for temporary files; free 1 GiB, or set TMPDIR there"
 
 
+def room_problem(what: str, size: int, path: Path, free_bytes: int) -> str:
+    """Return that a node lacks the space for what is to be sent to `path`, `size` bytes; empty if it has it."""
+    if size <= free_bytes:
+        return ""
+    return f"has {free_bytes / 2**20:.0f} MiB left at {path}, and {what} needs {size / 2**20:.0f} MiB; free that there"
+
+
 def clock_difference_s(sent_s: float, theirs_s: float, received_s: float) -> float:
     """Return by how many seconds a node's clock is at least ahead of ours (negative: behind).
 
@@ -116,12 +123,17 @@ def clock_warning(difference_s: float) -> str:
     return f"has a clock {abs(difference_s):.0f} s {how} the driver's, and so have its times in logs; set it (NTP)"
 
 
-def address_problem(nodes: Sequence[Node]) -> str:
-    """Return which node has an address that others cannot reach; empty if none has."""
-    loopback = [node for node in nodes if node.address.startswith("127.") or node.address == "::1"]
-    if not loopback or len(loopback) == len(nodes):
+def address_problem(others: Sequence[Node], here: str) -> str:
+    """Return which of the other nodes has an address that the driver's node, whose address is `here`, cannot reach;
+    empty if none has. Several nodes of one machine all have loopback addresses."""
+    loopback = [node for node in others if _is_loopback(node.address)]
+    if not loopback or _is_loopback(here):
         return ""
     return (
         f"node {loopback[0].name} joined Ray with its loopback address {loopback[0].address}, which other nodes cannot "
         "reach; start Ray there with `ray start --node-ip-address=ADDRESS`"
     )
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -78,6 +79,12 @@ class NodeSetup:
 
     def find_image(self, engines: Sequence[str], image: str) -> FoundImage:
         return asyncio.run(find_image(engines, image))
+
+    def room(self, path: Path | None) -> tuple[Path, int]:
+        """Return the folder that is or will hold `path` (None: that of temporary files), and the free bytes there."""
+        wanted = Path(tempfile.gettempdir()) if path is None else path
+        there = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
+        return there, shutil.disk_usage(there).free
 
     def open_folder(self) -> Path:
         return make_scratch_folder("image")

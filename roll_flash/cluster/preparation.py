@@ -10,9 +10,9 @@ import asyncio
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
@@ -33,6 +33,15 @@ from roll_flash.sandboxes.images.transfer import FoundImage, find_image, image_p
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 
 CHECK_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class _ImageToSend:
+    name: str
+    source: FoundImage
+    """Where the driver's node has it."""
+    takers: Mapping[OtherNode, FoundImage]
+    """The nodes that lack it, and the engine of each."""
 
 
 class NodePreparation:
@@ -61,7 +70,7 @@ class NodePreparation:
         new = [row for row in new if (row.node.node_id, row.part.kind) not in self._prepared]
         if not new:
             return
-        if problem := node_needs.address_problem([row.node for row in rows]):
+        if problem := node_needs.address_problem([row.node for row in new], ray.util.get_node_ip_address()):
             raise PlacementError(problem)
         nodes: list[OtherNode] = []
         try:
@@ -92,14 +101,16 @@ class NodePreparation:
             await asyncio.gather(*(node.ask("stop_listening") for node in at.values()))
 
     async def _provide_all(self, nodes: Sequence[OtherNode]) -> None:
-        await self._provide_models(nodes)
+        """What takes longest is sent last: a node that lacks an engine or a module must be said before."""
         with_workers = [node for node in nodes if "worker" in node.kinds]
+        images: list[_ImageToSend | None] = []
         if with_workers:
+            images += [await self._missing_image(name, with_workers, self._find_source) for name in self._images]
+            images += [await self._missing_image(name, with_workers, self._find_build) for name in self._builds]
             await self._provide_code(with_workers)
-            for image in self._images:
-                await self._provide_image(image, with_workers, self._find_source)
-            for image in self._builds:
-                await self._provide_image(image, with_workers, self._find_build)
+        await self._provide_models(nodes)
+        for image in filter(None, images):
+            await self._send_image(image)
 
     async def _provide_models(self, nodes: Sequence[OtherNode]) -> None:
         """Workers tokenize only, so a node with nothing else gets no weights."""
@@ -174,7 +185,9 @@ class NodePreparation:
                 )
         takers = {node: compared.missing for node, compared in zip(nodes, found, strict=True) if compared.missing}
         for node, names in takers.items():
-            self._say_sending(node, wanted.what, sum(wanted.files[name].size for name in names))
+            size = sum(wanted.files[name].size for name in names)
+            await _check_room(node, wanted.what, size, wanted.path)
+            self._say_sending(node, wanted.what, size)
         token = secrets.token_hex(4)
         if takers:
             of_any = sorted(set().union(*takers.values()))
@@ -182,24 +195,30 @@ class NodePreparation:
                 await send_piece(list(takers), [wanted.path] * len(takers), token, piece)
         await asyncio.gather(*(node.ask("put_in_place", wanted, token, names) for node, names in takers.items()))
 
-    async def _provide_image(
+    async def _missing_image(
         self, image: str, nodes: Sequence[OtherNode], find: Callable[[str, OtherNode], Awaitable[FoundImage | None]]
-    ) -> None:
+    ) -> _ImageToSend | None:
+        """Return which nodes lack an image that the driver's node has; None if none does. Raises PlacementError for a
+        node that cannot take it."""
         found = await asyncio.gather(*(self._find_image(node, image) for node in nodes))
         takers = {node: at for node, at in zip(nodes, found, strict=True) if at is not None and not at.size}
-        if not takers:
-            return
-        source = await find(image, next(iter(takers)))
+        source = await find(image, next(iter(takers))) if takers else None
         if source is None:
-            return
+            return None
         for node in takers:
-            self._say_sending(node, f"the image {image}", source.size)
-        folders = await ask_all(list(takers), "open_folder")
+            await _check_room(node, f"the image {image}", source.size, None)
+        return _ImageToSend(image, source, takers)
+
+    async def _send_image(self, image: _ImageToSend) -> None:
+        nodes = list(image.takers)
+        for node in nodes:
+            self._say_sending(node, f"the image {image.name}", image.source.size)
+        folders = await ask_all(nodes, "open_folder")
         token, offset = secrets.token_hex(4), 0
-        async for data in image_pieces(source.engine, image, sent_files.PIECE_BYTES):
-            await send_piece(list(takers), folders, token, [(ARCHIVE, offset, data)])
+        async for data in image_pieces(image.source.engine, image.name, sent_files.PIECE_BYTES):
+            await send_piece(nodes, folders, token, [(ARCHIVE, offset, data)])
             offset += len(data)
-        loads = zip(takers.items(), folders, strict=True)
+        loads = zip(image.takers.items(), folders, strict=True)
         await asyncio.gather(*(node.ask("load_image", at.engine, folder, token) for (node, at), folder in loads))
 
     async def _find_source(self, image: str, taker: OtherNode) -> FoundImage | None:
@@ -237,6 +256,13 @@ class NodePreparation:
 
     def _say_sending(self, node: OtherNode, what: str, size: int) -> None:
         self._note(f"{node.label} lacks {what} ({size / 2**20:.3g} MiB): sending it from {socket.gethostname()}")
+
+
+async def _check_room(node: OtherNode, what: str, size: int, path: Path | None) -> None:
+    """Raises PlacementError if a node has no room for what is to be sent to `path` (None: into a temporary file)."""
+    there, free_bytes = await node.ask("room", path)
+    if problem := node_needs.room_problem(what, size, there, free_bytes):
+        raise node.error(problem)
 
 
 async def _try(source: OtherNode | ThisNode, links: Sequence[Link]) -> None:

@@ -1,6 +1,7 @@
 """Several machines on one, made of Linux namespaces: own network, processes, host name, /tmp and /dev/shm.
 
-They share the disk otherwise, so that all have the same Python. A switch in a namespace of its own connects them; the
+They share the disk otherwise, so that all have the same Python. Each finds its own name at 127.0.1.1, as Debian
+installs it: what tells others the address of its name fails. A switch in a namespace of its own connects them; the
 network of this machine is not touched. Needs root and iproute2.
 """
 
@@ -34,6 +35,9 @@ os.makedirs(root, exist_ok=True)
 mount("--bind", "/mnt", root)
 mount("-t", "proc", "proc", "/proc")
 socket.sethostname(name)
+with open("/tmp/hosts", "w") as hosts:
+    hosts.write(f"127.0.0.1 localhost\\n127.0.1.1 {name}\\n")
+mount("--bind", "/tmp/hosts", "/etc/hosts")
 print("up", flush=True)
 while True:
     try:

@@ -111,7 +111,11 @@ def test_a_machine_that_is_no_node_of_the_cluster(network: Network) -> None:
     ("address", "says"),
     [
         ("nowhere.invalid:6379", "the name nowhere.invalid does not resolve"),
-        ("10.77.0.1:6380", "nothing listens there; start the head node with `ray start --head --port=6379`"),
+        (
+            "10.77.0.1:6380",
+            "nothing listens there; start the head node with `ray start --head --port=6379`, or give "
+            "the address that it printed; if that is 127.0.0.1, start it with --node-ip-address=10.77.0.1",
+        ),
         ("127.0.1.1:6380", "nothing listens there; here 127.0.1.1 means this machine itself"),
         ("10.77.0.99:6379", "10.77.0.99 cannot be reached"),
     ],

@@ -175,11 +175,13 @@ def node(name: str, address: str) -> Node:
 
 def test_a_loopback_address_among_others_is_refused_with_its_remedy() -> None:
     others = [node("head", "10.77.0.1"), node("gpus", "10.77.0.3")]
-    assert node_needs.address_problem(others) == ""
-    assert node_needs.address_problem([node("a", "127.0.0.1"), node("b", "127.0.0.1")]) == "", "one machine"
-    problem = node_needs.address_problem([*others, node("far", "127.0.1.1")])
-    assert "node far joined Ray with its loopback address 127.0.1.1" in problem
-    assert "--node-ip-address=" in problem
+    far = node("far", "127.0.1.1")
+    assert node_needs.address_problem(others, "10.77.0.2") == ""
+    assert node_needs.address_problem([far, node("b", "127.0.0.1")], "127.0.0.1") == "", "one machine"
+    for nodes in ([*others, far], [far]):
+        problem = node_needs.address_problem(nodes, "10.77.0.2")
+        assert "node far joined Ray with its loopback address 127.0.1.1" in problem
+        assert "--node-ip-address=" in problem
 
 
 def test_a_node_needs_the_drivers_versions_of_what_its_parts_import() -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from roll_flash.cluster import preparation
+from roll_flash.cluster.node_needs import node_facts
 from roll_flash.cluster.nodes import Node
+from roll_flash.cluster.other_nodes import NodeSetup
 from roll_flash.cluster.parts import Kind, Part
 from roll_flash.cluster.plan import Row
 from roll_flash.cluster.sent_files import Compared, Wanted
@@ -17,6 +22,7 @@ from roll_flash.config.tree import load_config
 from roll_flash.errors import PlacementError
 from roll_flash.learner.open import open_learner
 from roll_flash.sandboxes import SandboxSpec
+from roll_flash.sandboxes.errors import SandboxUnavailable
 from roll_flash.sandboxes.images.build import build_name
 from roll_flash.sandboxes.images.transfer import FoundImage
 
@@ -31,6 +37,11 @@ class Cluster:
         self.images: dict[str, list[str]] = {}
         self.notes: list[str] = []
         self.differs: set[str] = set()
+        self.missing: set[str] = set()
+        """Files that the node `cpus` lacks."""
+        self.answers: dict[str, Any] = {}
+        """What the node `cpus` answers in place of what a sound node does; an error is raised."""
+        self.asked: list[str] = []
 
     def node(self, its: Node, kinds: set[Kind]) -> Any:
         return StandIn(self, its, kinds)
@@ -41,14 +52,21 @@ class StandIn:
         self.cluster, self.kinds, self.node_id, self.label = cluster, kinds, node.node_id, f"node {node.name}"
 
     async def ask(self, method: str, *arguments: Any, timeout_s: float = 0) -> Any:
+        self.cluster.asked.append(method)
+        if self.node_id == "cpus" and method in self.cluster.answers:
+            if isinstance(answer := self.cluster.answers[method], Exception):
+                raise answer
+            return answer
         if method == "compare":
             wanted: Wanted = arguments[0]
             self.cluster.wanted.setdefault(self.node_id, {})[wanted.what] = set(wanted.files)
-            return Compared((), tuple(sorted(self.cluster.differs & wanted.files.keys())))
+            missing = self.cluster.missing & wanted.files.keys() if self.node_id == "cpus" else ()
+            return Compared(tuple(sorted(missing)), tuple(sorted(self.cluster.differs & wanted.files.keys())))
         if method == "find_image":
             self.cluster.images.setdefault(self.node_id, []).append(arguments[1])
             return FoundImage(None, 1)
-        return {"sees": False, "missing_modules": []}.get(method)
+        sound = {"sees": False, "missing_modules": [], "facts": node_facts(), "time_s": time.time()}
+        return sound.get(method)
 
     def error(self, what: str) -> PlacementError:
         return PlacementError(f"{self.label} {what}")
@@ -67,11 +85,15 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cluster:
     async def nothing(*_: object) -> None:
         return None
 
+    async def send_piece(*_: object) -> None:
+        made.asked.append("write")
+
     made = Cluster()
+    monkeypatch.setattr(preparation, "send_piece", send_piece)
     monkeypatch.setattr(preparation, "OtherNode", made.node)
     monkeypatch.setattr(preparation.ray, "get_runtime_context", Driver)
-    for name in ("_check_all", "_try_links"):
-        monkeypatch.setattr(preparation.NodePreparation, name, nothing)
+    monkeypatch.setattr(preparation.ray.util, "get_node_ip_address", lambda: "10.0.0.9")
+    monkeypatch.setattr(preparation.NodePreparation, "_try_links", nothing)
     (tmp_path / "project").mkdir()
     monkeypatch.chdir(tmp_path / "project")
     return made
@@ -155,3 +177,103 @@ def test_ranks_elsewhere_find_a_reference_that_is_named_from_the_drivers_folder(
     config = load_config({"model": {"path": "tiny"}, "envs": [{"id": "ShellMath-v0"}], "learner": {"kl": kl}})
     learner: Any = open_learner(config, model_folder=Path("model"))
     assert learner._config.kl.reference == str(Path("frozen").absolute())
+
+
+WITH_SANDBOXES = (SandboxSpec(image="mine:1"),)
+FACTS = node_facts()
+NOT_SENT = {"compare", "write", "open_folder", "load_image"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ({"facts": replace(FACTS, python="3.9")}, f"has Python 3.9, the driver {FACTS.python}; install"),
+        (
+            {"facts": replace(FACTS, versions={**FACTS.versions, "transformers": "4.0"})},
+            f"has transformers 4.0, the driver {FACTS.versions['transformers']}; install",
+        ),
+        (
+            {"facts": replace(FACTS, free_bytes=0)},
+            "has 0 MiB left for temporary files; free 1 GiB, or set TMPDIR there",
+        ),
+        (
+            {"find_image": SandboxUnavailable("cannot connect to the engine")},
+            "has no usable Docker engine: cannot connect to the engine",
+        ),
+    ],
+    ids=["Python", "packages", "space", "Docker"],
+)
+def test_what_a_node_lacks_is_one_line_before_anything_is_sent(
+    cluster: Cluster, tmp_path: Path, answers: dict[str, Any], says: str
+) -> None:
+    model = folder(tmp_path / "mine", "config.json", "model.safetensors")
+    cluster.answers, cluster.missing = answers, {"model.safetensors"}
+    with pytest.raises(PlacementError) as caught:
+        prepare(cluster, model, specs=WITH_SANDBOXES, sandbox={"provider": "docker"})
+    assert str(caught.value).startswith(f"node cpus {says}")
+    assert "\n" not in str(caught.value)
+    assert not NOT_SENT & set(cluster.asked)
+
+
+def test_an_image_that_no_node_has_is_said_before_anything_is_sent(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nowhere(*_: object) -> FoundImage:
+        return FoundImage(None, 0)
+
+    monkeypatch.setattr(preparation, "find_image", nowhere)
+    model = folder(tmp_path / "mine", "config.json", "model.safetensors")
+    cluster.answers = {"find_image": FoundImage(None, 0)}
+    message = "^node cpus has no image mine:1, nor has the driver's node; build it on one of them$"
+    with pytest.raises(PlacementError, match=message):
+        prepare(cluster, model, specs=WITH_SANDBOXES, sandbox={"provider": "docker"})
+    assert not NOT_SENT & set(cluster.asked)
+
+
+def test_a_node_without_room_for_an_image_is_said_before_anything_is_sent(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def here(*_: object) -> FoundImage:
+        return FoundImage(None, 3 * 2**30)
+
+    monkeypatch.setattr(preparation, "find_image", here)
+    model = folder(tmp_path / "mine", "config.json", "model.safetensors")
+    cluster.answers = {"find_image": FoundImage(None, 0), "room": (Path("/tmp"), 2**31)}
+    message = "^node cpus has 2048 MiB left at /tmp, and the image mine:1 needs 3072 MiB; free that there$"
+    with pytest.raises(PlacementError, match=message):
+        prepare(cluster, model, specs=WITH_SANDBOXES, sandbox={"provider": "docker"})
+    assert not NOT_SENT & set(cluster.asked)
+
+
+def test_a_node_without_room_for_the_model_gets_no_byte_of_it(cluster: Cluster, tmp_path: Path) -> None:
+    model = folder(tmp_path / "mine", "config.json", "model.safetensors")
+    (model / "config.json").write_bytes(bytes(3 * 2**20))
+    cluster.answers, cluster.missing = {"room": (tmp_path, 2**20)}, {"config.json"}
+    message = f"^node cpus has 1 MiB left at {tmp_path}, and the tokenizer of mine needs 3 MiB; free that there$"
+    with pytest.raises(PlacementError, match=message):
+        prepare(cluster, model)
+    assert "write" not in cluster.asked
+
+
+def test_room_is_that_of_the_disk_on_which_a_folder_will_be(tmp_path: Path) -> None:
+    there, free_bytes = NodeSetup().room(tmp_path / "not" / "yet")
+    assert there == tmp_path
+    assert free_bytes > 0
+    assert NodeSetup().room(None)[0] == Path(tempfile.gettempdir())
+
+
+def test_a_clock_that_is_an_hour_off_is_a_warning_with_the_node(cluster: Cluster) -> None:
+    cluster.answers = {"time_s": time.time() + 3600}
+    prepare(cluster, None)
+    (note,) = cluster.notes
+    assert note.startswith("warning: node cpus has a clock 3")
+    assert "s ahead of the driver's" in note
+    assert note.endswith("set it (NTP)")
+
+
+def test_a_node_that_others_cannot_reach_is_refused_where_it_has_all_parts(cluster: Cluster) -> None:
+    config = load_config({"model": {"path": "tiny"}, "envs": [{"id": "ShellMath-v0"}]})
+    rows = [Row(Part("worker 0", "worker", {}), Node("far", "127.0.1.1", "far", {}, {}))]
+    with pytest.raises(PlacementError, match=r"^node far joined Ray with its loopback address 127\.0\.1\.1"):
+        asyncio.run(preparation.NodePreparation(config, None, (), cluster.notes.append).prepare(rows))
+    assert not cluster.asked

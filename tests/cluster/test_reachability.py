@@ -157,7 +157,7 @@ class TestTrying:
         nodes = [node("envs", envs=1), node("one", ranks=1), node("two", ranks=1), node("far", servers=1)]
         its = [row for row in rows(run, *nodes, node("three", ranks=1)) if row.part.kind in (kind, "worker")]
         monkeypatch.setattr(preparation, "OtherNode", Elsewhere)
-        monkeypatch.setattr(preparation.node_needs, "address_problem", lambda _: "")
+        monkeypatch.setattr(preparation.ray.util, "get_node_ip_address", lambda: LOCALHOST)
         monkeypatch.setattr(preparation.ray, "get_runtime_context", lambda: Driver())
         prepared = preparation.NodePreparation(run, None, (), lambda note: None)
         with pytest.raises(PlacementError) as caught:

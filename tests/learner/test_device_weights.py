@@ -7,6 +7,7 @@ import base64
 import pickle
 import sys
 import threading
+import types
 from pathlib import Path
 from typing import Any, cast
 
@@ -113,6 +114,27 @@ def test_handles_of_all_ranks_go_to_the_servers_as_vllm_reads_them(model: Any, m
         IPCWeightTransferUpdateInfo(**info)
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     assert IPCWeightTransferUpdateInfo(**info).ipc_handles == handles
+
+
+def test_a_handle_names_the_gpu_whose_memory_it_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="GPU-1000"))
+    monkeypatch.setattr(device_weights, "reduce_tensor", lambda tensor: (torch.empty, (tensor.shape,)))
+    assert device_weights._handle(torch.zeros(2, 3)) == {"GPU-1000": (torch.Size([2, 3]),)}
+
+
+@pytest.mark.vllm
+def test_a_version_is_staged_only_when_the_gpu_has_copied_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes read the copy, and do not wait for the stream of this one, which is a stand-in."""
+    waited: list[torch.Tensor] = []
+    weights = torch.nn.Linear(4, 4)
+    monkeypatch.setattr(device_weights, "_handle", lambda tensor: {"gpu": (tensor.shape,)})
+    stage = DeviceWeightStage(weights, [], torch.bfloat16, "ipc")
+    stream = types.SimpleNamespace(synchronize=lambda: waited.append(stage._copy["weight"].clone()))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    stage.stage(1)
+    assert len(waited) == 1
+    assert torch.equal(waited[0], weights.weight.detach().bfloat16())
 
 
 @pytest.mark.vllm

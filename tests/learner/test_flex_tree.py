@@ -148,6 +148,28 @@ def test_without_a_gpu_it_is_not_used() -> None:
     assert flex_tree.unsupported_reason(CPU, SHAPES[0]) == "there is no GPU"
 
 
+@pytest.mark.parametrize(
+    ("difference", "reason"),
+    [
+        (0.001, None),
+        (0.5, "it differs by 0.5 from plain attention"),
+        (RuntimeError("no compiler\nsecond line"), "RuntimeError: no compiler"),
+    ],
+)
+def test_on_a_gpu_it_is_used_only_if_it_computes_what_plain_attention_does(
+    difference: float | Exception, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison is a stand-in; `gpu-check` makes the real one."""
+
+    def compare(*_: object) -> float:
+        if isinstance(difference, Exception):
+            raise difference
+        return difference
+
+    monkeypatch.setattr(flex_tree, "largest_difference", compare)
+    assert flex_tree.unsupported_reason(torch.device("cuda"), SHAPES[0]) == reason
+
+
 @pytest.mark.parametrize("name", sorted(SHARED.keys() - OTHER_KEYS))
 def test_the_shape_of_heads_is_that_of_the_attention_of_the_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

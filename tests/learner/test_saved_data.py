@@ -55,6 +55,21 @@ def test_a_checkpoint_of_ours_is_read_as_it_was(tmp_path: Path, dtype: torch.dty
         assert torch.equal(mine["exp_avg"], its["exp_avg"])
 
 
+@pytest.mark.parametrize("states", [[torch.arange(3, dtype=torch.uint8)], []], ids=["of a GPU", "of a CPU"])
+def test_random_states_of_gpus_come_back_where_there_are_some(
+    states: list[torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA is a stand-in. A checkpoint of a run on CPUs has none of them."""
+    model, optimizer = trained(torch.float32)
+    save(tmp_path / "state", model, optimizer)
+    torch.save({"cpu": torch.get_rng_state(), "cuda": states}, tmp_path / "state" / "random-0.pt")
+    given: list[list[torch.Tensor]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", given.append)
+    read_state(tmp_path / "state", model, optimizer, rank=0)
+    assert [[state.tolist() for state in each] for each in given] == ([[[0, 1, 2]]] if states else [])
+
+
 def test_what_is_planted_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     planted = Planted(tmp_path / "ran")
     save(tmp_path / "listed", *trained())

@@ -109,7 +109,10 @@ def _where_to_look(host: str, numeric: str) -> str:
             f"here {host} means this machine itself ({numeric}). If the head node is another machine, correct "
             "/etc/hosts or give the IP address that `ray start --head` printed"
         )
-    return "start the head node with `ray start --head --port=6379`, or give the address that it printed"
+    return (
+        "start the head node with `ray start --head --port=6379`, or give the address that it printed; if that is "
+        f"127.0.0.1, start it with --node-ip-address={numeric}, since other machines cannot reach 127.0.0.1"
+    )
 
 
 def _ask(address: str, where: str, cannot: str, limit_s: float) -> None:
