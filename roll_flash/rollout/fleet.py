@@ -106,6 +106,7 @@ class WorkerFleet:
         self._longest_s = 0.0
         """Longest episode of an evaluation so far, in seconds."""
         self._deaths = RecentCount(DEATH_WINDOW_S)
+        self._turns_ended = 0
         self._error: BaseException | None = None
 
     async def start(self) -> None:
@@ -375,6 +376,7 @@ class WorkerFleet:
                     answer.begin()
                     continue
                 answer.moved()
+                self._turns_ended += len(turns)
                 for turn in turns:
                     if turn.episode_id in member.episodes:
                         self.turns.add(turn)
@@ -449,9 +451,13 @@ class WorkerFleet:
         """Return at least one outcome; the deadlines of the episodes bound the wait. Raises the fleet's error."""
         ended: list[Ended] = []
         limit_s = self._settings.deadlines.episode_s
-        with doing("the evaluation", "no episode ended", may_take_s=limit_s, learns=False) as waiting:
+        with doing("the evaluation", "no turn and no episode ended", may_take_s=limit_s, learns=False) as waiting:
+            turns_ended = self._turns_ended
             while outcomes.empty() and not ended:
                 self._raise_error()
+                if self._turns_ended > turns_ended:
+                    turns_ended = self._turns_ended
+                    waiting.begin()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(POLL_S):
                         ended.append(await outcomes.get())

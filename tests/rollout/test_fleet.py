@@ -382,3 +382,25 @@ def test_an_evaluation_stands_still_only_after_far_longer_than_its_episodes_take
 
     first, *_ = asyncio.run(run())
     assert first + 1 == 40
+
+
+def test_an_evaluation_whose_turns_end_does_not_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "POLL_S", 0.001)
+
+    async def run() -> tuple[float, float]:
+        fleet = WorkerFleet(make_settings(""), workers=1)
+        activities = Activities()
+        with watched(activities):
+            waiting = asyncio.ensure_future(fleet._next_outcomes(asyncio.Queue()))
+            await asyncio.sleep(0)
+            (activity,) = activities._running
+            before = activity.since_s
+            activities.tick(3.0)
+            fleet._turns_ended += 1
+            while activity.since_s == before:  # noqa: ASYNC110 - the wait that is tested changes it
+                await asyncio.sleep(0.001)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        return before, activity.since_s
+
+    assert asyncio.run(run()) == (0.0, 3.0)
