@@ -117,3 +117,7 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path: Path, capsys: pytest.Capture
         plot_settings({"mine": [run]}, tmp_path / "a.jpeg")
     with pytest.raises(ConfigError, match="cannot be written: No such file or directory"):
         plot_settings({"mine": [run]}, tmp_path / "no" / "a.png")
+    for line in ('{"step": "x", "reward": 1}', '{"step": 4, "reward": "high"}', '{"reward": 1}', "no JSON"):
+        (run / "metrics.jsonl").write_text(f"{line}\n")
+        assert main(["plot", str(run)]) == 2
+        assert f"metrics.jsonl of {run} is not as a run writes it: " in capsys.readouterr().err

@@ -24,7 +24,9 @@ def plot(
 
     Runs that differ only in their seed are one line: their mean, with a band from the lowest to the highest.
     """
-    from roll_flash.errors import ConfigError
+    from yaml import YAMLError
+
+    from roll_flash.errors import ConfigError, first_line
     from roll_flash.monitor.plot import plot_settings
     from roll_flash.run.run_dir import find_run
 
@@ -32,8 +34,12 @@ def plot(
     if out is None and len(folders) > 1:
         raise ConfigError("plot of several runs needs a file: -o FILE.png")
     path = Path(out).expanduser() if out is not None else folders[0] / "plots" / "reward.png"
-    settings = group_by_setting(folders)
-    plot_settings(settings, path, dark=dark)
+    try:
+        settings = group_by_setting(folders)
+        plot_settings(settings, path, dark=dark)
+    except (ValueError, TypeError, KeyError, AttributeError, YAMLError) as error:
+        message = f"config.yaml or metrics.jsonl of {' or '.join(runs)} is not as a run writes it: {first_line(error)}"
+        raise ConfigError(message) from error
     value = {"file": str(path), "settings": {name: [str(each) for each in runs] for name, runs in settings.items()}}
     show(value, str(path), as_json=as_json)
     return 0
