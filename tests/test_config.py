@@ -91,6 +91,9 @@ def test_a_missing_file_is_named_with_its_neighbour(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("a: [1", "not valid YAML"),
+        ("name: 2020-99-99", "not valid YAML"),
+        (f"steps: {'9' * 5001}", "not valid YAML"),
+        (f"a: {'[' * 5000}{']' * 5000}", "not valid YAML"),
         ("- 1\n- 2\n", "a mapping of keys to values, not a list"),
         ("just words", "a mapping of keys to values, not a str"),
         ("", "'model' is required"),

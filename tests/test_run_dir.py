@@ -19,7 +19,7 @@ import pytest
 from roll_flash import system
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import CheckpointError, ConfigError, RunError
-from roll_flash.monitor.episodes import EpisodesWriter, read_episodes
+from roll_flash.monitor.episodes import EpisodesWriter, find_trajectories, read_episodes
 from roll_flash.monitor.progress import Progress
 from roll_flash.resume import resume
 from roll_flash.run import run_dir, scale_request
@@ -557,3 +557,8 @@ def test_a_file_that_is_no_request_to_scale_is_removed_and_the_run_goes_on(conte
     (tmp_path / scale_request.REQUEST).write_text(content)
     assert scale_request.take_request(tmp_path) is None
     assert not (tmp_path / scale_request.REQUEST).exists()
+
+
+def test_a_damaged_id_in_the_log_of_episodes_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "step_000000.jsonl").write_bytes(b'{"crc32":"00000000","kind":"trajectory","episode_id":"g0\xff-r0"}\n')
+    assert find_trajectories(tmp_path, {"g0-r0": TASK}) == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from roll_flash.sandboxes import Sandbox
 from roll_flash.sandboxes.errors import SandboxFileError
 
 VERIFIER_OUTPUT = 1 << 16
+NOT_FOUND = 127
+"""Exit status of a shell that has no such program."""
 CHECK_ENVIRONMENT = {
     "HOME": "/nonexistent",
     # Same effect as `python3 -I`, for every Python that the check starts.
@@ -28,6 +31,32 @@ _CLEAN_PATH = (
     '*) [ -w "$d" ] || p=$p${p:+:}$d;; esac; done; unset IFS; PATH=${p:-/usr/local/bin:/usr/bin:/bin}; unset p d\n'
 )
 """Shell code that removes folders an agent could write from the image's PATH."""
+_REMOVE_LINKS = r"""
+held=
+for f; do
+    case $f in /*) p=$f;; *) p=$PWD/$f;; esac
+    while :; do
+        held="$held$p
+"
+        [ "$p" = / ] && break
+        p=$(dirname -- "$p")
+    done
+done
+export held
+find . /tmp /dev/shm -xdev -type l -exec sh -c '
+    set -f
+    IFS="
+"
+    for l; do
+        bad=
+        case $(readlink -f -- "$l") in ""|/proc|/proc/*|/sys|/sys/*) bad=1;; esac
+        [ -e "$l" ] || bad=1
+        for p in $held; do [ "$l" -ef "$p" ] && bad=1 && break; done
+        [ -z "$bad" ] || rm -f -- "$l" || echo failed
+    done' sh {} +
+"""
+"""Shell code that removes links to the files in `$@`, to folders that hold them, to nothing, and into /proc. Through
+such a link a check would read what it compares with, or its own environment."""
 _NOT_FINITE = re.compile(r"[+-]?(?:nan|inf|infinity)", re.IGNORECASE)
 WRITABLE = ("/sandbox/", "/tmp/", "/dev/shm/")
 
@@ -65,6 +94,10 @@ class CommandVerifier:
                 await sandbox.write(path, content)
         except SandboxFileError as error:
             return 0.0, {"verifier_error": str(error)}
+        script = f"set -- {shlex.join(files)}\n{_CLEAN_PATH}{_REMOVE_LINKS}"
+        swept = await sandbox.exec(script, timeout=self.timeout_s, env=CHECK_ENVIRONMENT, max_output=VERIFIER_OUTPUT)
+        if swept.timed_out or swept.stdout or swept.exit_code == NOT_FOUND:
+            return 0.0, {"verifier_error": f"links could not be removed: {swept.stderr_text:.200}"}
         result = await sandbox.exec(
             _CLEAN_PATH + self.command,
             timeout=self.timeout_s,

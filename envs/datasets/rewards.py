@@ -269,8 +269,9 @@ def _fits(answer: str, schema: Mapping[str, Any]) -> float | str:
         return 0.0
     references = importlib.import_module("referencing.exceptions")
     known = importlib.import_module("jsonschema_specifications").REGISTRY  # without it, files and URLs would be read
+    validator = package.Draft202012Validator(schema, registry=known)
     try:
-        return float(package.Draft202012Validator(schema, registry=known).is_valid(value))
+        return float(validator.is_valid(value))
     except references.Unresolvable as error:
         return f"a reference in it leads nowhere: {first_line(error)}"
     except RecursionError:
@@ -278,6 +279,19 @@ def _fits(answer: str, schema: Mapping[str, Any]) -> float | str:
         return 0.0 if is_deep else "a reference in it leads to itself"
     except OverflowError:  # a whole number beyond the range of float
         return 0.0
+    except (TypeError, AttributeError, ValueError, KeyError) as error:
+        return f"a reference in it leads to no schema ({first_line(error)})" if _always_raises(validator) else 0.0
+
+
+def _always_raises(validator: Any) -> bool:
+    """Return True if a schema cannot be applied to any kind of value, whatever a model wrote."""
+    for value in (None, True, 1, "a", [1], {"a": 1}):
+        try:
+            validator.is_valid(value)
+        except (TypeError, AttributeError, ValueError, KeyError):
+            continue
+        return False
+    return True
 
 
 MAX_PLAIN_DEPTH = 8

@@ -52,7 +52,7 @@ def read_yaml(path: Path, parents: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except _DuplicateKeyError as error:
         raise ConfigError(f"{path}: the key {error}; remove one of them") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that does not exist, nesting without end
         raise ConfigError(f"{path}: not valid YAML: {str(error).replace(chr(10), ' ')}") from None
     if tree is None:
         tree = {}
@@ -92,8 +92,8 @@ def apply_override(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
         value = yaml.load(text, Loader=_Loader)
     except _DuplicateKeyError as error:
         raise ConfigError(f"{override!r}: the key {error}; remove one of them") from None
-    except yaml.YAMLError:
-        raise ConfigError(f"{override!r}: the value is not valid YAML; quote it") from None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise ConfigError(f"{override!r:.200}: the value is not valid YAML; quote it") from None
     value = _scientific(value) if value == text.strip() else value
     try:
         changed: dict[str, Any] = _with_value(tree, key.split("."), value)

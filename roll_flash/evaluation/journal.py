@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from types import NoneType
+from typing import Any
 
 from roll_flash.errors import ConfigError
 from roll_flash.evaluation.budget import Budget
@@ -87,7 +88,21 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
         lacking = [name for name in ("episode_id", "kind", "task_id", "reward") if name not in record]
         if lacking:
             raise ConfigError(f"{path}: a record has no {lacking[0]!r}; choose another folder")
+        for name, kinds in _COLUMNS.items():
+            if name in record and not isinstance(record[name], kinds):
+                raise ConfigError(f"{path}: {name} of a record is {record[name]!r:.60}; choose another folder")
     return records
+
+
+_COLUMNS: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("episode_id", "kind", "task_id", "env_id"), (str,)),
+    "reward": (int, float, NoneType),
+    **dict.fromkeys(("prompt_tokens", "completion_tokens"), (int, NoneType)),
+    "success": (bool, NoneType),
+    **dict.fromkeys(("turns", "messages"), (list,)),
+    **dict.fromkeys(("info", "env_kwargs"), (dict,)),
+}
+"""Types of columns that are computed with."""
 
 
 def read_plan(folder: Path) -> dict[str, Any] | None:
@@ -97,9 +112,11 @@ def read_plan(folder: Path) -> dict[str, Any] | None:
         plan = json.loads(path.read_text())
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not readable ({error}); remove the folder or choose another") from None
-    return cast(dict[str, Any], plan)
+    if not isinstance(plan, dict):
+        raise ConfigError(f"{path}: not a plan but a {type(plan).__name__}; remove the folder or choose another")
+    return plan
 
 
 def _check_plan(path: Path, plan: dict[str, Any]) -> None:

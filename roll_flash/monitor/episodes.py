@@ -198,7 +198,7 @@ def find_trajectories(folder: Path, tasks: Mapping[str, Task]) -> dict[str, Traj
         with path.open("rb") as lines:
             for line in lines:
                 name = _EPISODE.search(line, 0, 400)
-                episode_id = name[1].decode() if name else ""
+                episode_id = name[1].decode(errors="replace") if name else ""
                 if episode_id in tasks and b'"kind":"trajectory"' in line[:80] and is_intact(line):
                     here[episode_id] = line
         found = {name: trajectory_of(json.loads(line), tasks[name]) for name, line in here.items()} | found

@@ -74,6 +74,8 @@ def _unicode(text: str) -> str:
 
 
 def _plain_array(array: np.ndarray[Any, Any], depth: int) -> Any:
+    if array.ndim == 0:
+        return _plain(array[()], depth)
     if array.dtype == np.bool_:
         return array.astype(np.uint8).tolist()
     if np.issubdtype(array.dtype, np.integer):

@@ -33,7 +33,8 @@ def find_episode(run: Path, episode_id: str) -> dict[str, Any]:
             return whole[-1]
         failure = failure or (found[-1] if found else None)
     if failure is None:
-        raise ConfigError(f"{run}: {_unknown(episode_id, sorted(name.decode() for name in known))}")
+        names = sorted(name.decode(errors="replace") for name in known)
+        raise ConfigError(f"{run}: {_unknown(episode_id, names)}")
     return failure
 
 

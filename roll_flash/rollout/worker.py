@@ -25,6 +25,7 @@ from roll_flash.config.tree import SandboxConfig
 from roll_flash.engines.inference import ClientSpec, InferenceClient
 from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMaker
 from roll_flash.envs.hosting.sandbox_lease import LazySandbox, default_spec, open_pool
+from roll_flash.errors import first_line
 from roll_flash.monitor.json_lines import plain
 from roll_flash.processes.background import first_failure
 from roll_flash.processes.garbage import rare_collections
@@ -341,16 +342,21 @@ def _failure(spec: EpisodeSpec, cause: FailureCause, message: str, turn: int) ->
 
 
 def _info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert `info` to JSON values. A value that is nested too deep is replaced by its error in `info_left_out`; the
-    episode, the run and the other values survive, such as the right answer that a judge needs."""
+    """Convert `info` to JSON values. A value that cannot be converted (nested too deep, without a text) is replaced by
+    its error in `info_left_out`; the episode, the run and the other values survive, such as the right answer that a
+    judge needs."""
     kept: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     for name, value in info.items():
         try:
             kept |= plain({name: value})
-        except RecursionError as error:
-            left_out[str(name)] = str(error)
+        except Exception as error:  # what a user's type raises when it is made text
+            left_out[_name(name)] = first_line(error)
     return {**kept, "info_left_out": left_out} if left_out else kept
+
+
+def _name(key: Any) -> str:
+    return key if isinstance(key, str) else f"a {type(key).__name__}"
 
 
 class WorkerActor:

@@ -338,6 +338,38 @@ def test_a_check_imports_its_own_files_and_not_what_an_agent_compiled_for_them()
     assert asyncio.run(play())[0] == 0.0
 
 
+LINKS = {
+    "its own environment": ('grep -q "$SEED" answer.txt', {}, "ln -s /proc/self/environ answer.txt"),
+    "a folder of /proc": ("grep -q secret out/environ", {}, "ln -s /proc/self out"),
+    "what it compares with": ("cmp -s answer.txt wanted", {"wanted": "secret"}, "ln -s wanted answer.txt"),
+    "by way of another": (
+        "cmp -s answer.txt /tmp/a/wanted",
+        {"/tmp/a/wanted": "secret"},
+        "mkdir d; ln -s /tmp/a/wanted d/l; ln -s d/l answer.txt",
+    ),
+    "a folder": ("cmp -s out/result wanted/result", {"wanted/result": "secret"}, "mkdir wanted; ln -s wanted out"),
+    "the folder above": ("cmp -s out/result result", {"result": "secret"}, "ln -s . out"),
+    "a name with blanks": ("cmp -s 'a b' 'c d'", {"c d": "secret"}, "ln -s 'c d' 'a b'"),
+    "a file that was there": ("cmp -s answer.txt e", {"e": "secret"}, "touch e; ln -s e answer.txt"),
+}
+
+
+@pytest.mark.parametrize("provider", ["local", pytest.param("docker", marks=pytest.mark.docker)])
+@pytest.mark.parametrize("name", LINKS)
+def test_no_link_of_an_agent_shows_a_check_what_it_compares_with(name: str, provider: str) -> None:
+    check, files, plant = LINKS[name]
+
+    async def play() -> tuple[float, float]:
+        async with open_sandbox(SandboxSpec(), provider=provider) as sandbox:
+            assert (await sandbox.exec(plant)).ok
+            forged, _ = await CommandVerifier(check, files, 10.0)(sandbox, {"SEED": "secret"})
+            await sandbox.exec("rm -rf answer.txt out 'a b' d; mkdir d; echo -n secret > d/x; ln -s d/x answer.txt")
+            honest, _ = await CommandVerifier("grep -q secret answer.txt", {}, 10.0)(sandbox, {})
+            return forged, honest
+
+    assert asyncio.run(play()) == (0.0, 1.0), "links between the agent's own files stay"
+
+
 @pytest.mark.parametrize(
     ("said", "worth"),
     [

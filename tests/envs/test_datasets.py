@@ -688,6 +688,19 @@ def test_what_is_no_json_or_no_value_of_any_bound_earns_nothing(answer: str) -> 
     assert json_schema(answer, {"anyOf": either}) == 0.0
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/minimum", "minimum": 0},
+        {"$defs": {"a": {"enum": [3]}}, "$ref": "#/$defs/a/enum"},
+        {"allOf": [{}], "$ref": "#/allOf/x"},
+    ],
+)
+def test_a_reference_to_what_is_no_schema_is_a_fault_of_the_schema(schema: dict[str, Any]) -> None:
+    with pytest.raises(EnvError, match="is no schema: "):
+        json_schema('{"x": 1}', schema)
+
+
 @pytest.mark.parametrize("place", ["#/nothing", "#", "http://127.0.0.1:9/schema", "file:///proc/self/mounts"])
 def test_a_reference_of_a_schema_that_leads_nowhere_is_a_fault_of_the_schema(place: str) -> None:
     """And no answer's: else all would be 0. Other files and URLs are not read."""

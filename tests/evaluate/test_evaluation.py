@@ -172,8 +172,23 @@ def test_a_folder_of_another_evaluation_is_refused(tmp_path: Path, options: dict
         run(ScriptedRunner(every_second_attempt), tmp_path, **options)
 
 
+RECORD = {"episode_id": "a:1:0", "kind": "trajectory", "task_id": "a:1", "reward": 1.0}
+
+
 @pytest.mark.parametrize(
-    ("name", "text"), [("episodes.jsonl", "garbage\n"), ("plan.json", "{"), ("episodes.jsonl", "{}\n")]
+    ("name", "text"),
+    [
+        ("episodes.jsonl", "garbage\n"),
+        ("episodes.jsonl", "{}\n"),
+        *[("plan.json", text) for text in ("{", "[]", "5", '"x"', "[" * 100_000)],
+        *[
+            ("episodes.jsonl", json.dumps({**RECORD, name: value}) + "\n")
+            for name, value in [
+                *[("episode_id", ["a"]), ("reward", "x"), ("success", "yes"), ("success", 2), ("turns", 5)],
+                *[("info", [1]), ("env_kwargs", "x"), ("prompt_tokens", "many")],
+            ]
+        ],
+    ],
 )
 def test_a_damaged_folder_is_one_clear_error(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)

@@ -13,6 +13,7 @@ from threading import Event
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 from scheduler_world import whole_trajectory
 
@@ -413,6 +414,27 @@ def test_numbers_without_end_in_info_cost_neither_the_sample_nor_the_run() -> No
     assert isinstance(ended, FinishedEpisode)
     assert ended.rewards == (("right", 1.0),)
     assert json.loads(lines[0])["info"]["rewards"]["right"] == 1
+
+
+class Untold:
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        ({"a": np.array(1.5)}, {"a": 1.5}),
+        ({"a": np.array(3)}, {"a": 3}),
+        ({"a": Untold(), "b": 1}, {"b": 1, "info_left_out": {"a": "no text"}}),
+        ({Untold(): 1, "b": 1}, {"b": 1, "info_left_out": {"a Untold": "no text"}}),
+    ],
+)
+def test_info_without_a_text_costs_no_sample(said: dict[Any, Any], kept: dict[str, Any]) -> None:
+    episode = EpisodeSpec("e", "g", 0, make_task("tests.misbehaving:Info-v0", 0, {}), SamplingParams(), max_turns=2)
+    outcome = picklable_outcome(dataclasses.replace(whole_trajectory(episode, [1], 0.5), info=said), episode)
+    assert isinstance(outcome, Trajectory), outcome
+    assert outcome.info == kept
 
 
 @pytest.mark.parametrize(

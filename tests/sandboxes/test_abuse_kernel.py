@@ -125,6 +125,8 @@ options = {
     "group 6": (41, 42, whole6), "group of one source 6": (41, 46, whole6 + bytes(128)),
     "packet options": (41, 6, p.pack("=Qii", 65000, 41, 50) + bytes(65000 - 16)),
     "flow label": (41, 32, group6 + p.pack("!I", 0xABC0) + p.pack("=BBHHHI", 0, 255, 1, 60, 60, 0)),
+    "routing header": (41, 57, b"\\x00\\xfe\\x04" + bytes(2037)),
+    "hop options": (41, 54, bytes(8)), "options before routing": (41, 55, bytes(8)), "options": (41, 59, bytes(8)),
     "upper protocol": (6, 31, b"tls"), "key": (6, 14, bytes(216)), "key of a prefix": (6, 32, bytes(216)),
     "authentication key": (6, 38, bytes(320)),
 }
