@@ -103,6 +103,7 @@ def one_cluster() -> Iterator[dict[str, Any]]:
         results["edited"] = head.run(*command(head, "eval"), timeout_s=RUN_TIMEOUT_S)
         write(far, f"{PROJECT}/say.py", "their own")
         results["others code"] = head.run(*command(head, "eval"))
+        write(far, f"{PROJECT}/say.py", ENVIRONMENT)
         write(far, f"{MODEL}/config.json", "{}")
         results["other model"] = head.run(*command(head, "train"))
         yield results

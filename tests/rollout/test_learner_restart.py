@@ -64,8 +64,8 @@ class MortalLearner:
         self.starts = 0
         self.calls = 0
         self.deaths = set(deaths)
-        self.hangs_at = 0
-        """Number of a call that never ends; 0: none."""
+        self.hangs_at = -1
+        """Version in whose step a gradient never ends, once; -1: none."""
         self._async_ratio = async_ratio
         self._now: list[Any] = []
 
@@ -92,8 +92,6 @@ class MortalLearner:
         self.calls += 1
         number = self.calls
         await asyncio.sleep(0)
-        if number == self.hangs_at:
-            await asyncio.Event().wait()
         if number in self.deaths:
             self.die()
         self.raise_if_lost()
@@ -102,6 +100,9 @@ class MortalLearner:
         for episode in (episode for group in groups for episode in group.trajectories):
             assert episode.oldest_version >= self.version - self._async_ratio, "too old"
         self._now.append([[g.group_id, [[e.episode_id, e.reward] for e in g.trajectories]] for g in groups])
+        if self.version == self.hangs_at:
+            self.hangs_at = -1
+            await asyncio.Event().wait()
         await self._works()
 
     async def finish_step(self) -> StepResult:
@@ -343,7 +344,7 @@ def test_an_idle_learner_is_started_again_before_it_is_needed(new_run: Callable[
 def test_one_that_hangs_is_started_again(new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "LEARNER_FLOOR_S", 0.5)
     run = new_run(every=1)
-    run.learner.hangs_at = 20
+    run.learner.hangs_at = 2
 
     async def all_of_it() -> None:
         run.check(await run.play(1))
