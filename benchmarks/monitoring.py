@@ -6,7 +6,7 @@ Runs of the tiny model alternate: one as users have it, one without what only wa
 `status.json`, the live diagnosis, TensorBoard. Metrics, episodes and journal are written in both. Real Ray, real vLLM,
 the real learner; environments that wait (benchmarks/latency_env.py), as many episodes as two cores can bear. Compared
 are trained episodes per second after the first quarter of the steps, and the processor time of the driver, where all
-watching is done. About 13 minutes.
+watching is done.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from roll_flash.sandboxes import Sandbox
 from roll_flash.sandboxes.errors import SandboxFileError
 
 VERIFIER_OUTPUT = 1 << 16
-NOT_FOUND = 127
-"""Exit status of a shell that has no such program."""
+LEAST_S = 0.1
+"""Least time in seconds of a check, if the removal of an agent's links took nearly all."""
 CHECK_ENVIRONMENT = {
     "HOME": "/nonexistent",
     # Same effect as `python3 -I`, for every Python that the check starts.
@@ -96,11 +96,11 @@ class CommandVerifier:
             return 0.0, {"verifier_error": str(error)}
         script = f"set -- {shlex.join(files)}\n{_CLEAN_PATH}{_REMOVE_LINKS}"
         swept = await sandbox.exec(script, timeout=self.timeout_s, env=CHECK_ENVIRONMENT, max_output=VERIFIER_OUTPUT)
-        if swept.timed_out or swept.stdout or swept.exit_code == NOT_FOUND:
+        if swept.timed_out or swept.stdout or swept.exit_code != 0:
             return 0.0, {"verifier_error": f"links could not be removed: {swept.stderr_text:.200}"}
         result = await sandbox.exec(
             _CLEAN_PATH + self.command,
-            timeout=self.timeout_s,
+            timeout=max(LEAST_S, self.timeout_s - swept.duration_s),  # a step has time for one of them
             env={**CHECK_ENVIRONMENT, **env},
             max_output=VERIFIER_OUTPUT,
         )

@@ -371,6 +371,26 @@ def test_no_link_of_an_agent_shows_a_check_what_it_compares_with(name: str, prov
 
 
 @pytest.mark.parametrize(
+    "plant",
+    [
+        "mkdir d && ln -s wanted d/l && chmod 500 d",
+        "mkdir d && ln -s wanted d/l && chmod 0 d",
+        "mkdir d && cd d && i=0; while [ $i -lt 20000 ]; do ln -s x $i; i=$((i+1)); done",
+    ],
+    ids=["it cannot be removed", "it cannot be seen", "there are very many"],
+)
+def test_links_that_cannot_be_removed_in_the_time_of_the_check_are_worth_0(plant: str) -> None:
+    async def play() -> tuple[float, dict[str, Any]]:
+        async with open_sandbox(SandboxSpec(), provider="local") as sandbox:
+            await sandbox.exec(f"({plant})", timeout=120)
+            return await CommandVerifier("true", {"wanted": "secret"}, 1.0)(sandbox, {})
+
+    reward, info = asyncio.run(play())
+    assert reward == 0.0
+    assert "links could not be removed" in info["verifier_error"]
+
+
+@pytest.mark.parametrize(
     ("said", "worth"),
     [
         *[("nan", 0.0), ("inf", 0.0), ("0.5", 0.5), ("7", 1.0), ("", 1.0), ("0\n", 0.0), ("a\n0.5\r\n\n", 0.5)],
