@@ -52,6 +52,7 @@ SLOTS, LATENCY_S = 8, 0.25
 SERVERS_PER_NODE = 2
 PARTS = 200
 MODEL_BYTES = 513 * 2**20
+LINK = "1gbit"
 LORA_SHARE = 0.04
 """Part of the weights that a change like LoRA's touches: the 18.7 of 513 MiB of SmolLM2-135M's adapters, rounded up."""
 STEPS, QUICK_STEPS = 6, 1
@@ -76,12 +77,12 @@ def workers(steps: int) -> dict[str, float]:
     return found
 
 
-def weights(repetitions: int) -> dict[str, Any]:
-    """Bytes over each link and seconds until SERVERS_PER_NODE servers of each node have read them: to one server of one
-    other node and to all of two, whole and with few blocks changed, in turns. As in a run, mirrors are there
-    already."""
+def weights(repetitions: int, rate: str | None) -> dict[str, Any]:
+    """Most bytes that leave one node, and seconds until SERVERS_PER_NODE servers of each node have read the weights: to
+    one server of one other node and to all of two, whole and with few blocks changed, in turns. As in a run, mirrors
+    are there already."""
     command = [sys.executable, __file__, "--weights-from-here", str(repetitions)]
-    with machines("head", "one", "two") as (head, one, two):
+    with machines("head", "one", "two", rate=rate) as (head, one, two):
         head.join_ray(cpus=1)
         for node in (one, two):
             node.join_ray(head, cpus=1)
@@ -95,6 +96,9 @@ class Reader:
 
     def read(self, weights: StagedWeights) -> int:
         return len(Path(weights.path).read_bytes())
+
+    def sent(self) -> int:
+        return _sent()
 
 
 async def _weights_from_here(repetitions: int) -> dict[str, Any]:
@@ -125,12 +129,16 @@ async def _weights_from_here(repetitions: int) -> dict[str, Any]:
     readers = {node_id: [at(node_id) for _ in range(SERVERS_PER_NODE)] for node_id in others}
     mirrors = Mirrors(here)
 
+    async def sent_by_all() -> list[int]:
+        return [_sent(), *await asyncio.gather(*(readers[node][0].sent.remote() for node in others))]
+
     async def timed(share: float, targets: list[str], servers: int) -> tuple[float, int]:
-        staged, sent, began = change(share), _sent(), time.perf_counter()
+        staged, before, began = change(share), await sent_by_all(), time.perf_counter()
         found = await mirrors.bring(staged, targets)
         asked = [each.read.remote(found[node]) for node in targets for each in readers[node][:servers]]
         assert set(await asyncio.gather(*asked)) == {MODEL_BYTES}, found
-        return time.perf_counter() - began, _sent() - sent
+        seconds = time.perf_counter() - began
+        return seconds, max(after - earlier for after, earlier in zip(await sent_by_all(), before, strict=True))
 
     cases: dict[str, tuple[float, list[str], int]] = {
         "whole, one server": (1.0, others[:1], 1),
@@ -276,18 +284,21 @@ def as_page(result: dict[str, Any]) -> str:
         f"| 4 workers against 1 (steps that block one of {SLOTS} threads) | {four['4']:.1f} against {four['1']:.1f} "
         f"rollouts/s: {four['4'] / four['1']:.2f} x | >= 3.8 x |",
     ]
-    if sent := result.get("weights"):
-        one, both, few = (sent[key] for key in ("whole, one server", "whole, two nodes", "few blocks, two nodes"))
+    for part, links in {"weights": "links as fast as the processors", "weights over links": f"links of {LINK}"}.items():
+        if part not in result:
+            continue
+        one, both, few = (
+            result[part][key] for key in ("whole, one server", "whole, two nodes", "few blocks, two nodes")
+        )
         mib = MODEL_BYTES / 2**20
         ratios = [many / single for single, many in zip(one["seconds"], both["seconds"], strict=True)]
         medians = [statistics.median(each["seconds"]) for each in (one, both, few)]
         lines += [
-            f"| {mib:.0f} MiB of weights to {2 * SERVERS_PER_NODE} servers on 2 other nodes against 1 | "
+            f"| {mib:.0f} MiB of weights to {2 * SERVERS_PER_NODE} servers on 2 other nodes against 1, {links} | "
             f"{medians[1]:.2f} s against {medians[0]:.2f} s (shortest {min(both['seconds']):.2f} and "
             f"{min(one['seconds']):.2f} s): {statistics.median(ratios):.2f} x, the median of pairs | <= 1.3 x |",
-            f"| sent by the learner's node, to 2 nodes | {both['sent_mib']:.0f} MiB | <= 2 x {mib:.0f} MiB, once per "
-            "link |",
-            f"| with {LORA_SHARE:.0%} of the content changed, to 2 nodes | {few['sent_mib']:.0f} MiB, "
+            f"| most sent by one node, {links} | {both['sent_mib']:.0f} MiB | {mib:.0f} MiB: each link once |",
+            f"| with {LORA_SHARE:.0%} of the content changed, {links} | {few['sent_mib']:.0f} MiB, "
             f"{medians[2]:.2f} s | <= 10 % of the bytes |",
         ]
     if run := result.get("run"):
@@ -306,8 +317,9 @@ def as_page(result: dict[str, Any]) -> str:
         f"{reserved['place_s']:.2f} s | |",
         f"| plan of {planned['nodes']:,} nodes and {planned['parts']:,} parts | {planned['seconds']:.2f} s | <= 2 s |",
         "",
-        "Weights: three machines of network namespaces, whose links and copies all share these cores: the times are",
-        "those of processors, not of networks. Each mirror serves all servers of its node; a server is a process that",
+        "Weights: three machines of network namespaces, whose copies all share these cores: without a limit the times",
+        f"are those of processors, not of networks; with {LINK} in each direction of a link (`tc`), of both. Each",
+        "mirror serves all servers of its node and passes the weights on to the next node; a server is a process that",
         "copies the weights out of shared memory. The two runs use servers of `inference.engine: transformers`.",
         "",
         "## Up to a million environments, by counting",
@@ -344,7 +356,8 @@ def main() -> None:
     parts: dict[str, Callable[[], Any]] = {
         "servers": lambda: servers(steps),
         "workers": lambda: workers(steps),
-        "weights": lambda: weights(repetitions),
+        "weights": lambda: weights(repetitions, None),
+        "weights over links": lambda: weights(repetitions, LINK),
         "run": lambda: run_over_machines(steps),
         "lost node": lambda: lost_node(steps),
         "plan": plan,
@@ -353,7 +366,7 @@ def main() -> None:
     }
     if reason := why_not():
         print(f"no weights and runs between nodes: {reason}", file=sys.stderr)
-        for name in ("weights", "run", "lost node"):
+        for name in ("weights", "weights over links", "run", "lost node"):
             del parts[name]
     for name, part in parts.items():
         print(f"measuring {name}", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -56,10 +57,16 @@ class WeightMirror:
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
+        self._lock = threading.Lock()
         self._blocks = Blocks(0, ())
         """What is here; blocks that are not yet exact have an empty hash."""
         self.weights: StagedWeights | None = None
         """The kept weights, with a path that other processes of this node can open; None if they are incomplete."""
+
+    @property
+    def path(self) -> str:
+        """Path by which processes of this node open the mirror; blocks that have not arrived are not exact."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def keep(self, weights: StagedWeights) -> StagedWeights:
         """Copy weights of this node, replacing the earlier copy. Raises OSError if they cannot be read."""
@@ -86,14 +93,16 @@ class WeightMirror:
     def write(self, numbers: Sequence[int], blocks: Sequence[NDArray[np.uint8]]) -> None:
         """Write blocks that arrived. Raises InferenceError if one differs from the block at its source."""
         assert self._descriptor is not None, "begin() comes first"
-        hashes = list(self._blocks.hashes)
         for number, block in zip(numbers, blocks, strict=True):
             if _hash(block.data) != self._wanted.hashes[number]:
                 raise InferenceError(f"block {number} of the weights did not arrive as it was sent")
-            if hashes[number] != self._wanted.hashes[number]:
+            if self._blocks.hashes[number] != self._wanted.hashes[number]:
                 os.pwrite(self._descriptor, block.data, number * BLOCK_BYTES)
+        with self._lock:
+            hashes = list(self._blocks.hashes)
+            for number in numbers:
                 hashes[number] = self._wanted.hashes[number]
-        self._blocks = Blocks(self._blocks.size, tuple(hashes))
+            self._blocks = Blocks(self._blocks.size, tuple(hashes))
 
     def finish(self, weights: StagedWeights) -> StagedWeights:
         """Return `weights` as they are here. Raises InferenceError if blocks are missing."""
@@ -115,7 +124,7 @@ class WeightMirror:
         return self._descriptor
 
     def _complete(self, weights: StagedWeights) -> StagedWeights:
-        self.weights = replace(weights, path=f"/proc/{os.getpid()}/fd/{self._descriptor}")
+        self.weights = replace(weights, path=self.path)
         return self.weights
 
 

@@ -1,12 +1,14 @@
-"""Brings published weights to every node that has servers: to each node once, and only the blocks that changed there.
+"""Brings published weights to every node that has servers: over each link once, and only the blocks that changed there.
 
-Blocks travel through Ray's object store, which copies an object from node to node, so that the learner's node need not
-send it to each. Pieces are small and few are under way, so that they fit into small object stores.
+Nodes form a chain: each passes on what it has received, while the next piece arrives, so that the learner's node sends
+the weights once, however many nodes there are. Ray's object store carries the pieces. They are small and few are under
+way at each node, so that they fit into small object stores.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -20,12 +22,14 @@ from roll_flash.engines.inference import StagedWeights
 from roll_flash.errors import InferenceError, RollFlashError, first_line
 from roll_flash.weight_sync.mirror import Blocks, WeightMirror, read_blocks
 
-PIECE_BLOCKS = 32
+PIECE_BLOCKS = 16
 PIECES_UNDER_WAY = 2
 TIMEOUT_S = 600.0
 """Time in seconds for one call of a node; the deadline of the whole publication is shorter or longer by config."""
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 class _Node(Protocol):
@@ -34,6 +38,7 @@ class _Node(Protocol):
     async def keep(self, weights: StagedWeights) -> StagedWeights: ...
     async def blocks(self, path: str) -> Blocks: ...
     async def read(self, path: str, numbers: Sequence[int]) -> Any: ...  # a Ray object of what `read_blocks` returns
+    async def pass_on(self, numbers: Sequence[int]) -> Any: ...  # the same of blocks that arrived in its mirror
     async def begin(self, blocks: Blocks) -> list[int]: ...
     async def write(self, numbers: Sequence[int], piece: Any) -> None: ...
     async def finish(self, weights: StagedWeights) -> StagedWeights: ...
@@ -113,15 +118,25 @@ class Mirrors:
         nothing: list[int] = []
         begun = await asyncio.gather(*(on(node_id, lambda node: node.begin(blocks), nothing) for node_id in targets))
         missing = dict(zip(targets, map(set, begun), strict=True))
-        gate = asyncio.Semaphore(PIECES_UNDER_WAY)
+        gates = {node_id: asyncio.Semaphore(PIECES_UNDER_WAY) for node_id in targets}
 
         async def send_piece(numbers: list[int]) -> None:
-            async with gate:
-                piece = await sender.read(weights.path, numbers)
-                takers = [node_id for node_id in targets if not missing[node_id].isdisjoint(numbers)]
-                await asyncio.gather(
-                    *(on(node_id, lambda node: node.write(numbers, piece), None) for node_id in takers)
-                )
+            """Let the piece go from node to node; where a node that has it fails, the next takes it from the source."""
+            before: _Node | None = None
+
+            async def write(node: _Node) -> None:
+                if before is not None:
+                    try:
+                        return await node.write(numbers, await before.pass_on(numbers))
+                    except InferenceError as error:
+                        _log.warning("a node takes weights from their source, not from the one before it: %s", error)
+                await node.write(numbers, await sender.read(weights.path, numbers))
+
+            for node_id in targets:
+                if not missing[node_id].isdisjoint(numbers):
+                    async with gates[node_id]:
+                        await on(node_id, write, None)
+                before = before if node_id in failed else self._node(node_id)
 
         await asyncio.gather(*(send_piece(numbers) for numbers in _pieces(sorted(set().union(*missing.values())))))
         finished = await asyncio.gather(*(on(node_id, lambda node: node.finish(weights), None) for node_id in targets))
@@ -153,6 +168,9 @@ class _HereNode:
     async def read(self, path: str, numbers: Sequence[int]) -> Any:
         return await asyncio.to_thread(lambda: ray.put(read_blocks(path, numbers)))
 
+    async def pass_on(self, numbers: Sequence[int]) -> Any:
+        return await self.read(self._mirror.path, numbers)
+
     async def begin(self, blocks: Blocks) -> list[int]:
         return await asyncio.to_thread(self._mirror.begin, blocks)
 
@@ -181,6 +199,9 @@ class MirrorActor:
     def read(self, path: str, numbers: Sequence[int]) -> list[NDArray[np.uint8]]:
         return read_blocks(path, numbers)
 
+    def pass_on(self, numbers: Sequence[int]) -> list[NDArray[np.uint8]]:
+        return read_blocks(self._mirror.path, numbers)
+
     def begin(self, blocks: Blocks) -> list[int]:
         return self._mirror.begin(blocks)
 
@@ -198,7 +219,7 @@ class _RemoteNode:
         self._node_id = node_id
         actor: Any = ray.remote(MirrorActor)
         strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        self._actor = actor.options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy).remote()
+        self._actor = actor.options(num_cpus=0, max_restarts=0, max_concurrency=4, scheduling_strategy=strategy).remote()
 
     async def keep(self, weights: StagedWeights) -> StagedWeights:
         return await self._within(self._actor.keep.remote(weights))
@@ -208,6 +229,9 @@ class _RemoteNode:
 
     async def read(self, path: str, numbers: Sequence[int]) -> Any:
         return self._actor.read.remote(path, numbers)
+
+    async def pass_on(self, numbers: Sequence[int]) -> Any:
+        return self._actor.pass_on.remote(numbers)
 
     async def begin(self, blocks: Blocks) -> list[int]:
         return await self._within(self._actor.begin.remote(blocks))

@@ -145,8 +145,9 @@ class Machine:
 
 
 @contextmanager
-def machines(*names: str) -> Iterator[list[Machine]]:
-    """Start machines that reach each other at 10.77.0.1 and so on; end them and all their processes."""
+def machines(*names: str, rate: str | None = None) -> Iterator[list[Machine]]:
+    """Start machines that reach each other at 10.77.0.1 and so on; end them and all their processes. `rate` is that of
+    each link in each direction, as `tc` writes it, such as `1gbit`; None: what the processors give."""
     mark = secrets.token_hex(2)
     switch = f"rf-{mark}-switch"
     token = secrets.token_hex(32)
@@ -164,6 +165,9 @@ def machines(*names: str) -> Iterator[list[Machine]]:
             _run("ip", "-n", network, "address", "add", f"{address}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _run("ip", "-n", network, "link", "set", device, "up")
+            for space, device in ((network, "eth0"), (switch, port)) if rate is not None else ():
+                bucket = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+                _run("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", device, "root", *bucket)
             machine = Machine(name, address, network, switch, port, _ray_environment(token))
             stack.callback(machine.power_off)
             machine.power_on()

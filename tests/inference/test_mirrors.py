@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,6 +102,83 @@ def test_the_newest_weights_outlive_the_memory_that_they_were_in(tmp_path: Path)
             await mirrors.close()
 
     assert asyncio.run(run()) == b"weights"
+
+
+class NodeOfTest:
+    """A stand-in for a mirror in an actor: pieces are passed without Ray, and counted. It fails at piece `fails_at`."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.mirror = WeightMirror()
+        self.read_blocks, self.passed_blocks, self._pieces_left = list[int](), list[int](), fails_at
+
+    async def keep(self, weights: StagedWeights) -> StagedWeights:
+        return self.mirror.keep(weights)
+
+    async def blocks(self, path: str) -> Blocks:
+        return Blocks.of(path)
+
+    async def read(self, path: str, numbers: Sequence[int]) -> Any:
+        self.read_blocks.extend(numbers)
+        return read_blocks(path, numbers)
+
+    async def pass_on(self, numbers: Sequence[int]) -> Any:
+        if self._pieces_left == 0:
+            raise InferenceError("node is lost")
+        self.passed_blocks.extend(numbers)
+        return read_blocks(self.mirror.path, numbers)
+
+    async def begin(self, blocks: Blocks) -> list[int]:
+        return self.mirror.begin(blocks)
+
+    async def write(self, numbers: Sequence[int], piece: Any) -> None:
+        await asyncio.sleep(0)
+        if self._pieces_left == 0:
+            raise InferenceError("node is lost")
+        self._pieces_left -= 1
+        self.mirror.write(numbers, piece)
+
+    async def finish(self, weights: StagedWeights) -> StagedWeights:
+        return self.mirror.finish(weights)
+
+    async def close(self) -> None:
+        self.mirror.close()
+
+
+async def chain_of(
+    source: Path, nodes: Mapping[str, NodeOfTest], versions: Sequence[bytes]
+) -> list[Mapping[str, StagedWeights | InferenceError]]:
+    """Bring each of `versions` from the first node to all others."""
+    mirrors, found = Mirrors("source"), []
+    mirrors._nodes |= nodes
+    try:
+        for version, content in enumerate(versions):
+            source.write_bytes(content)
+            staged = StagedWeights(version, str(source), len(content), node_id="source")
+            found.append(await mirrors.bring(staged, set(nodes)))
+            for name, at in found[-1].items():
+                assert isinstance(at, InferenceError) or Path(at.path).read_bytes() == content, name
+        return found
+    finally:
+        for node in nodes.values():
+            await node.close()
+
+
+def test_the_source_sends_each_block_once_however_many_nodes_there_are(tmp_path: Path) -> None:
+    first = os.urandom(70 * BLOCK_BYTES + 9)
+    second = first[:BLOCK_BYTES] + os.urandom(BLOCK_BYTES) + first[2 * BLOCK_BYTES :]
+    nodes = {name: NodeOfTest() for name in ("source", "one", "two", "three")}
+    asyncio.run(chain_of(tmp_path / "file", nodes, [first, second]))
+    assert sorted(nodes["source"].read_blocks) == sorted([*range(71), 1])
+    passed = sorted(len(node.passed_blocks) for node in nodes.values())
+    assert passed == [0, 0, 72, 72]  # the last one and the source pass nothing on
+
+
+@pytest.mark.parametrize("fails_at", [0, 2])
+def test_behind_a_node_that_is_lost_the_weights_come_from_their_source(tmp_path: Path, fails_at: int) -> None:
+    nodes = {"source": NodeOfTest(), "one": NodeOfTest(), "lost": NodeOfTest(fails_at), "three": NodeOfTest()}
+    (found,) = asyncio.run(chain_of(tmp_path / "file", nodes, [os.urandom(70 * BLOCK_BYTES)]))
+    assert isinstance(found["lost"], InferenceError)
+    assert all(isinstance(found[name], StagedWeights) for name in ("one", "three"))
 
 
 def test_weights_of_another_run_at_the_same_path_are_refused(tmp_path: Path) -> None:
