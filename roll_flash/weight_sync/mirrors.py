@@ -219,7 +219,8 @@ class _RemoteNode:
         self._node_id = node_id
         actor: Any = ray.remote(MirrorActor)
         strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        self._actor = actor.options(num_cpus=0, max_restarts=0, max_concurrency=4, scheduling_strategy=strategy).remote()
+        options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 2 * PIECES_UNDER_WAY}  # pieces in and out
+        self._actor = actor.options(**options, scheduling_strategy=strategy).remote()
 
     async def keep(self, weights: StagedWeights) -> StagedWeights:
         return await self._within(self._actor.keep.remote(weights))

@@ -144,30 +144,30 @@ class NodeOfTest:
         self.mirror.close()
 
 
-async def chain_of(
+def bring_in_turn(
     source: Path, nodes: Mapping[str, NodeOfTest], versions: Sequence[bytes]
-) -> list[Mapping[str, StagedWeights | InferenceError]]:
-    """Bring each of `versions` from the first node to all others."""
-    mirrors, found = Mirrors("source"), []
+) -> Mapping[str, StagedWeights | InferenceError]:
+    """Bring each of `versions` from the first node to all others; return what is there in the end."""
+    mirrors = Mirrors("source")
     mirrors._nodes |= nodes
-    try:
+    found: Mapping[str, StagedWeights | InferenceError] = {}
+    with asyncio.Runner() as runner:
         for version, content in enumerate(versions):
             source.write_bytes(content)
             staged = StagedWeights(version, str(source), len(content), node_id="source")
-            found.append(await mirrors.bring(staged, set(nodes)))
-            for name, at in found[-1].items():
+            found = runner.run(mirrors.bring(staged, set(nodes)))
+            for name, at in found.items():
                 assert isinstance(at, InferenceError) or Path(at.path).read_bytes() == content, name
-        return found
-    finally:
-        for node in nodes.values():
-            await node.close()
+    for node in nodes.values():
+        node.mirror.close()
+    return found
 
 
 def test_the_source_sends_each_block_once_however_many_nodes_there_are(tmp_path: Path) -> None:
     first = os.urandom(70 * BLOCK_BYTES + 9)
     second = first[:BLOCK_BYTES] + os.urandom(BLOCK_BYTES) + first[2 * BLOCK_BYTES :]
     nodes = {name: NodeOfTest() for name in ("source", "one", "two", "three")}
-    asyncio.run(chain_of(tmp_path / "file", nodes, [first, second]))
+    bring_in_turn(tmp_path / "file", nodes, [first, second])
     assert sorted(nodes["source"].read_blocks) == sorted([*range(71), 1])
     passed = sorted(len(node.passed_blocks) for node in nodes.values())
     assert passed == [0, 0, 72, 72]  # the last one and the source pass nothing on
@@ -176,7 +176,7 @@ def test_the_source_sends_each_block_once_however_many_nodes_there_are(tmp_path:
 @pytest.mark.parametrize("fails_at", [0, 2])
 def test_behind_a_node_that_is_lost_the_weights_come_from_their_source(tmp_path: Path, fails_at: int) -> None:
     nodes = {"source": NodeOfTest(), "one": NodeOfTest(), "lost": NodeOfTest(fails_at), "three": NodeOfTest()}
-    (found,) = asyncio.run(chain_of(tmp_path / "file", nodes, [os.urandom(70 * BLOCK_BYTES)]))
+    found = bring_in_turn(tmp_path / "file", nodes, [os.urandom(70 * BLOCK_BYTES)])
     assert isinstance(found["lost"], InferenceError)
     assert all(isinstance(found[name], StagedWeights) for name in ("one", "three"))
 
