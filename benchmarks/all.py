@@ -75,6 +75,7 @@ BENCHMARKS = [
     ),
     Benchmark("load", ("load.py",), writes=False),
     Benchmark("long_rows", ("long_rows.py",)),
+    Benchmark("textworld", ("textworld.py",)),  # in the environment of the adapters' tests
     Benchmark("bfcl", ("bfcl.py",), writes=False),
     Benchmark("agents", ("agents.py",), writes=False),
     Benchmark("plan", ("plan.py",)),

@@ -41,6 +41,7 @@ def write_demonstrations(
     if not lines:
         raise RunError(f"{env_id}: its oracle solved none of {seeds} tasks: {failures[0]}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(f"{line}\n" for line in lines))
     except OSError as error:
         raise RunError(f"{path}: {error.strerror}") from None
