@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import resource
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -358,3 +359,21 @@ def test_trajectories_that_are_lost_are_an_error_that_leaves_the_learner_usable(
         raise StreamError("trajectories in Ray's object store are lost")
 
     assert_equal_weights(in_process(tiny_model, use), trained(tiny_model, [GROUPS])[0])
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"minibatches": 2}, {"normalize_advantage": "batch"}, {"kl": {"coefficient": 0.1}}]
+)
+def test_each_trajectory_is_fetched_once_for_a_step(
+    tiny_model: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = Counter[str]()
+    real = rank.fetch_tokens
+
+    def counted(data: Sequence[Any]) -> Any:
+        fetched.update(each.episode_id for each in data)
+        return real(data)
+
+    monkeypatch.setattr(rank, "fetch_tokens", counted)
+    trained(tiny_model, [GROUPS[:2], GROUPS[2:]], **settings)
+    assert fetched == Counter(each.episode_id for group in GROUPS for each in group.trajectories)
