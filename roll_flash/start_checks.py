@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from roll_flash.config.sections.learner import LearnerConfig, is_own
 from roll_flash.config.tree import Config
+from roll_flash.config.user_code import load_function
 from roll_flash.envs.hosting.environments import check_environments
 from roll_flash.envs.hosting.first_prompts import TASKS, PromptCheck
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
@@ -77,12 +80,31 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
 def _check_learner(config: Config, folder: Path | None) -> None:
     """Check what a learner needs of the config and of the model, without data."""
     check_learner(config)
+    _check_own_functions(config.learner)
     if folder is not None:
         why_no_replay(config, folder)
         if config.learner.router_aux_loss and not has_experts(folder):
             raise ConfigError("learner.router_aux_loss: the model has no experts; set it to 0")
     if config.learner.kl.coefficient and config.learner.kl.reference is not None:
         check_model_folder(Path(config.learner.kl.reference))
+
+
+def _check_own_functions(config: LearnerConfig) -> None:
+    """Try the user's loss and advantage function. Raises ConfigError with what is wrong with one."""
+    if not (is_own(config.loss.name) or is_own(config.advantage)):
+        return
+    from roll_flash.learner.losses.own import check_advantage, check_loss  # takes seconds: it imports torch
+
+    checks: list[tuple[str, str, Callable[[Any], None]]] = [
+        ("learner.loss.name", config.loss.name, lambda loss: check_loss(loss, **config.loss.params)),
+        ("learner.advantage", config.advantage, check_advantage),
+    ]
+    for key, name, check in checks:
+        if is_own(name):
+            try:
+                check(load_function(name, key))
+            except ValueError as error:
+                raise ConfigError(f"{key} {name}: {error}") from None
 
 
 def _check_prompts(config: Config, folder: Path, levels: Sequence[Sequence[Task]]) -> None:

@@ -37,7 +37,7 @@ def environment_files(config: Config) -> EnvironmentFiles:
     What is in the working directory is wanted with all of it if a module is there; other modules with their folder.
     """
     here = Path.cwd().resolve()
-    roots = {here if root.is_relative_to(here) else root for place in _places(config) if (root := _code_root(place))}
+    roots = {here if root.is_relative_to(here) else root for place in _places(config) if (root := code_root(place))}
     named = {path for env in config.envs for path in _named(*_arguments(env)) if not _is_of_the_machine(path, here)}
     alone = {path for path in named if not any(path.is_relative_to(root) for root in roots)}
     perhaps = {path for path in alone if path.is_dir() and not path.is_relative_to(here)}
@@ -79,7 +79,7 @@ def _place_of(text: str) -> str:
     return place if MODULE.fullmatch(place) and find_spec(place.partition(".")[0]) is not None else ""
 
 
-def _code_root(place: str) -> Path | None:
+def code_root(place: str) -> Path | None:
     """Return the folder to import a module from; None if it is installed."""
     if place.endswith(".py"):
         return Path(place).expanduser().resolve().parent

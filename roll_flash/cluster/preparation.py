@@ -18,13 +18,14 @@ from pathlib import Path
 import ray
 
 from roll_flash.cluster import node_needs, sent_files
-from roll_flash.cluster.environment_files import environment_files, environment_modules
+from roll_flash.cluster.environment_files import code_root, environment_files, environment_modules
 from roll_flash.cluster.node_needs import NodeFacts
 from roll_flash.cluster.other_nodes import ARCHIVE, OtherNode, ThisNode, ask_all, blind_nodes, send_piece
 from roll_flash.cluster.parts import Kind
 from roll_flash.cluster.plan import Row
 from roll_flash.cluster.reachability import Link, needed_links, shared_out
 from roll_flash.cluster.sent_files import Compared, Piece, Wanted
+from roll_flash.config.sections.learner import is_own
 from roll_flash.config.tree import Config
 from roll_flash.errors import PlacementError
 from roll_flash.sandboxes.errors import SandboxUnavailable
@@ -120,8 +121,10 @@ class NodePreparation:
             await self._provide(model, with_models)
             with_workers = [node for node in nodes if node not in with_models]
             await self._provide(model.without_weights(f"the tokenizer of {folder.name}"), with_workers)
-        kl = self._config.learner.kl
+        kl, loss = self._config.learner.kl, self._config.learner.loss.name
         with_ranks = [node for node in nodes if "rank" in node.kinds]
+        if with_ranks and is_own(loss) and (root := await asyncio.to_thread(code_root, loss.rpartition(":")[0])):
+            await self._provide_path(root, with_ranks)
         if with_ranks and kl.coefficient and kl.reference is not None:
             folder = await asyncio.to_thread(Path(kl.reference).resolve)
             reference = await asyncio.to_thread(sent_files.whole, f"the reference {folder.name}", folder)

@@ -30,6 +30,8 @@ OBJECTS: tuple[str, ...] = (
     "envs.*.reward.*.function",
     "envs.*.task_source.entry_point",
     "stages.*.entry_point",
+    "learner.advantage",
+    "learner.loss.name",
 )
 """Keys that may name an object in a file, `file.py:NAME`. In both, `*` is each entry of a list."""
 

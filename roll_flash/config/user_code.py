@@ -42,6 +42,12 @@ def load_function(reference: str, argument: str) -> Callable[..., Any]:
     return function
 
 
+def absolute(reference: str) -> str:
+    """Return a reference that other processes find too: the file of `path/to/file.py:NAME` with its whole path."""
+    place, separator, name = reference.rpartition(":")
+    return f"{Path(place).expanduser().resolve()}{separator}{name}" if place.endswith(".py") else reference
+
+
 def load_module(place: str) -> ModuleType:
     """Return the module `package.module`, or that of the file `path/to/file.py`.
 

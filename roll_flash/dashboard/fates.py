@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from roll_flash.config.sections.learner import LearnerConfig
+from roll_flash.config.sections.learner import LearnerConfig, is_own
 from roll_flash.learner.losses.token_advantages import AdvantageConfig, turn_advantages
 from roll_flash.monitor.episodes import DROPPED_FILE
 from roll_flash.run.journal import FORMAT, journal_files
@@ -78,7 +78,8 @@ class Fates:
 
     def advantages(self, group_id: str, config: Any) -> dict[str, float]:
         """Return the advantage of each episode of a trained group, by its id, computed by the learner's own function
-        from the rewards in the journal. Empty if it was not trained, or if each turn has an advantage of its own."""
+        from the rewards in the journal. Empty if it was not trained, if each turn has an advantage of its own, or if
+        the function is the user's."""
         rules = _rules(config)
         if (step := self._trained.get(group_id)) is None or rules is None:
             return {}
@@ -104,7 +105,7 @@ def _rules(config: Any) -> AdvantageConfig | None:
         rules = AdvantageConfig.of(LearnerConfig.model_validate(given))
     except ValidationError:  # of another version
         return None
-    return None if rules.advantage == "gigpo" else rules
+    return None if rules.advantage == "gigpo" or is_own(rules.advantage) else rules  # no code of a run is executed
 
 
 def _finished(episode_id: str, reward: float) -> FinishedEpisode:

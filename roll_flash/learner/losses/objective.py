@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from roll_flash.config.sections.learner import LearnerConfig
+from roll_flash.config.sections.learner import LearnerConfig, is_own
+from roll_flash.config.user_code import load_function
 from roll_flash.learner.losses.correction import MAX_ABS_LOG_RATIO
 from roll_flash.learner.losses.load_balancing import load_balancing_loss
-from roll_flash.learner.losses.policy import policy_loss, weighted_sum
+from roll_flash.learner.losses.policy import LossFunction, policy_loss, weighted_sum
 from roll_flash.learner.model import lora
 from roll_flash.learner.model.policy_model import PolicyModel
 from roll_flash.learner.packing.rows import PackedRow
@@ -55,6 +56,9 @@ class Objective:
     def __init__(self, config: LearnerConfig, policy: PolicyModel, reference: PolicyModel | None) -> None:
         """If `reference` is None and the KL coefficient is not 0, the policy without adapters is the reference."""
         self._loss = config.loss
+        self._loss_function: str | LossFunction = (
+            load_function(config.loss.name, "learner.loss.name") if is_own(config.loss.name) else config.loss.name
+        )
         self._kl = config.kl
         self._entropy_bonus = config.entropy_bonus
         self._policy = policy
@@ -71,7 +75,7 @@ class Objective:
         mask = torch.ones_like(logprobs, dtype=torch.bool)
         weights = self._tensor(row.token_weights)
         output = policy_loss(
-            "supervised" if supervised else self._loss.name,
+            "supervised" if supervised else self._loss_function,
             logprobs=logprobs,
             prox_logprobs=prox,
             behavior_logprobs=self._tensor(row.behavior_logprobs),

@@ -58,11 +58,12 @@ class PolicyTokens:
         return log_ratio(self.logprobs, denominator, self.mask, level, self.sequence_ids).exp()
 
 
-LossFunction = Callable[..., TokenLoss]
+LossFunction = Callable[..., TokenLoss | Tensor]
+"""A function of `PolicyTokens` and keyword arguments that returns the loss of each token, alone or with indicators."""
 
 
 def policy_loss(
-    name: str,
+    name: str | LossFunction,
     *,
     logprobs: Tensor,
     prox_logprobs: Tensor,
@@ -74,14 +75,14 @@ def policy_loss(
     token_weights: Tensor | None = None,
     **params: object,
 ) -> LossOutput:
-    """Compute loss `name` over the tokens where `mask` is true.
+    """Compute a loss, by its name or as a function, over the tokens where `mask` is true.
 
     All tensors have shape [T] or [B, T]; `advantages` may be broadcast ([B, 1]). Sequence-level quantities of packed
     tensors need `sequence_ids` (int64, from 0). `token_weights` default to 1. `params` go to the loss function.
 
     Raises ValueError for an unknown name, TypeError for an unknown parameter.
     """
-    function = LOSSES.get(name)
+    function = LOSSES.get(name) if isinstance(name, str) else name
     if function is None:
         raise ValueError(f"unknown loss {name!r}: use one of {', '.join(LOSSES)}")
     mask = mask.bool()
@@ -94,7 +95,8 @@ def policy_loss(
         mask=mask,
         sequence_ids=sequence_ids,
     )
-    result = function(tokens, **params)
+    found = function(tokens, **params)
+    result = TokenLoss(found, {}) if isinstance(found, Tensor) else found
     count = mask.sum().clamp(min=1)
     loss = weighted_sum(result.loss, mask, token_weights) / (count if normalizer is None else normalizer)
     indicators = {key: torch.where(mask, value, zeros).detach() for key, value in result.indicators.items()}

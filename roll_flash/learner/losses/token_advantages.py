@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-from roll_flash.config.sections.learner import LearnerConfig
-from roll_flash.learner.losses.advantages import ADVANTAGES, gigpo, scale_by_batch
+from roll_flash.config.sections.learner import LearnerConfig, is_own
+from roll_flash.config.user_code import load_function
+from roll_flash.errors import LearnerError, first_line
+from roll_flash.learner.losses.advantages import ADVANTAGES, Advantage, gigpo, scale_by_batch
 from roll_flash.types import FinishedEpisode
 
 Members = Sequence[FinishedEpisode]
 Scale = Literal["group", "batch", "none"]
 _OWN_SCALE: dict[str, Scale] = {"rloo": "none", "reinforce++": "batch"}
 """Default scale per advantage; all others are divided by their group's standard deviation."""
+
+
+def _default_scale(advantage: str) -> Scale:
+    return "none" if is_own(advantage) else _OWN_SCALE.get(advantage, "group")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +41,7 @@ class AdvantageConfig:
     def of(cls, config: LearnerConfig) -> AdvantageConfig:
         return cls(
             advantage=config.advantage,
-            scale=config.normalize_advantage or _OWN_SCALE.get(config.advantage, "group"),
+            scale=config.normalize_advantage or _default_scale(config.advantage),
             turn_weight=config.turn_weight,
             turn_discount=config.turn_discount,
             normalization=config.loss_normalization,
@@ -51,12 +58,12 @@ def turn_advantages(groups: Sequence[Members], rules: AdvantageConfig) -> list[l
     """Return, per group and trajectory, one advantage for all tokens, or one for each turn.
 
     `groups` must be the whole step if `needs_whole_batch`; otherwise any number of groups.
-    Raises ValueError for a reward that is not finite.
+    Raises ValueError for a reward that is not finite, LearnerError if a function of the user fails.
     """
     if rules.advantage == "gigpo":
         return [_by_turn(members, rules) for members in groups]
     normalize = rules.scale == "group"
-    function = ADVANTAGES[rules.advantage]
+    function = _function(rules.advantage)
     if rules.advantage == "reinforce++":
         rewards = [trajectory.reward for members in groups for trajectory in members]
         ends = np.cumsum([len(members) for members in groups])[:-1]
@@ -66,6 +73,31 @@ def turn_advantages(groups: Sequence[Members], rules: AdvantageConfig) -> list[l
         if rules.scale == "batch":
             values = scale_by_batch(values)
     return [[(value,) for value in group.tolist()] for group in values]
+
+
+def own_advantage(function: Callable[[NDArray[np.float64]], ArrayLike], name: str) -> Advantage:
+    """Return a user's function of the rewards of a group with checks of what it returns; `name` is for errors."""
+
+    def checked(rewards: ArrayLike, _: bool) -> NDArray[np.float64]:
+        given = np.asarray(rewards, np.float64)
+        try:
+            found = np.asarray(function(given.copy()), np.float64)
+        except Exception as error:  # a user's function may raise anything
+            raised = f"{type(error).__name__}: {first_line(error)}"
+            raise LearnerError(f"{name} raised {raised}, with rewards {given.tolist()}") from error
+        if found.shape != given.shape or not np.isfinite(found).all():
+            raise LearnerError(
+                f"{name} must return {len(given)} finite numbers for rewards {given.tolist()}, not {found.tolist()}"
+            )
+        return found
+
+    return checked
+
+
+def _function(advantage: str) -> Advantage:
+    if not is_own(advantage):
+        return ADVANTAGES[advantage]
+    return own_advantage(load_function(advantage, "learner.advantage"), f"learner.advantage {advantage}")
 
 
 def _by_turn(members: Members, rules: AdvantageConfig) -> list[tuple[float, ...]]:

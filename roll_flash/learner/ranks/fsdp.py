@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
 from roll_flash.config.sections.learner import LearnerConfig
+from roll_flash.config.user_code import absolute
 from roll_flash.engines.inference import StagedWeights, WeightTransfer
 from roll_flash.engines.learner import StepResult
 from roll_flash.engines.places import Places, unless_lost
@@ -84,7 +85,8 @@ class FsdpLearner:
     ) -> None:
         """`max_length`: most tokens of a trajectory, for what ranks try on a GPU at their start; None: not known."""
         self._folder = Path(model_folder)
-        self._config = config
+        loss = config.loss.model_copy(update={"name": absolute(config.loss.name)})
+        self._config = config.model_copy(update={"loss": loss})
         self._async_ratio = async_ratio
         self._seed = seed
         self._temperature = temperature

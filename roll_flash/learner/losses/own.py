@@ -1,0 +1,119 @@
+"""Checks a loss or an advantage function of the user for what a step relies on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from roll_flash.errors import LearnerError, first_line
+from roll_flash.learner.losses.policy import LossFunction, policy_loss
+from roll_flash.learner.losses.token_advantages import own_advantage
+
+_LENGTHS = (5, 9, 1, 7)
+_TOLERANCE = 1e-9
+
+
+def check_loss(function: LossFunction, **params: Any) -> None:
+    """Try a loss on made-up sequences, in float64. Raises ValueError with one line for the first thing that is wrong.
+
+    A step splits its sequences over micro-batches and ranks, in any order, and packs several into one tensor. So the
+    loss of a token may depend on its sequence only, not on what else is in the tensor, nor on masked positions; it must
+    be finite for any ratio, and have a gradient.
+    """
+    torch.manual_seed(0)
+    whole = _sequences(_LENGTHS)
+    losses, gradient = _run(function, whole, params)
+    if not gradient.abs().sum() > 0:
+        raise ValueError("has no gradient: it must depend on tokens.logprobs, without detach() on every way to it")
+    lengths = torch.tensor(_LENGTHS)
+    ends = lengths.cumsum(0).tolist()
+    for number, (end, length) in enumerate(zip(ends, _LENGTHS, strict=True)):
+        part = {name: values[end - length : end] for name, values in whole.items()}
+        part["sequence_ids"] = torch.zeros(length, dtype=torch.int64)
+        alone = _run(function, part, params)
+        for what, found, expected in zip(("loss", "gradient"), alone, (losses, gradient), strict=True):
+            if not _is_close(found, expected[end - length : end]):
+                raise ValueError(
+                    f"the {what} of a sequence changes with the others in the tensor (sequence {number} of "
+                    f"{len(_LENGTHS)}): a step splits them over micro-batches and ranks. Return one loss per token; "
+                    "means must be over tokens.sequence_ids, not over the tensor"
+                )
+    masked = {**whole, "mask": whole["mask"].clone()}
+    masked["mask"][ends[0] : ends[1]] = False  # a whole sequence
+    kept, kept_gradient = _run(function, masked, params)
+    if not (_is_close(kept[masked["mask"]], losses[masked["mask"]]) and not kept_gradient[~masked["mask"]].any()):
+        raise ValueError("the loss of a token changes with what tokens.mask leaves out")
+    for gap in (-60.0, 60.0):
+        far = {**whole, "behavior_logprobs": whole["logprobs"] - gap, "prox_logprobs": whole["logprobs"] - gap}
+        found, far_gradient = _run(function, far, params)
+        if not (found.isfinite().all() and far_gradient.isfinite().all()):
+            raise ValueError(
+                f"is not finite where the log-probabilities of two policies differ by {gap:g}: use tokens.ratio(), "
+                "which limits the difference"
+            )
+
+
+def check_advantage(function: Callable[[NDArray[np.float64]], ArrayLike]) -> None:
+    """Try an advantage function on rewards of groups. Raises ValueError with one line for the first thing that is
+    wrong: it must return one finite number per replica, also for a single one or equal rewards, whatever their order.
+    """
+    checked = own_advantage(function, "it")
+    random = np.random.default_rng(0)
+    for rewards in ([1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 1.0], [1e6, -1e6], random.normal(size=16).tolist()):
+        try:
+            found = checked(rewards, True)
+            order = random.permutation(len(rewards))
+            moved = checked([rewards[place] for place in order], True)
+        except LearnerError as error:
+            raise ValueError(first_line(error)) from error
+        if not np.allclose(moved, found[order], rtol=1e-6, atol=1e-9):
+            raise ValueError(f"the advantage of a replica changes with the order of the others, with rewards {rewards}")
+
+
+def _run(function: LossFunction, tensors: Mapping[str, Tensor], params: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the loss of each token and the gradient of their sum. Raises ValueError if there is none."""
+    logprobs = tensors["logprobs"].clone().requires_grad_()
+    per_token: list[Tensor] = []
+
+    def kept(tokens: Any, **given: Any) -> Any:
+        found = function(tokens, **given)
+        loss = found if isinstance(found, Tensor) else getattr(found, "loss", None)
+        if not isinstance(loss, Tensor) or loss.shape != tokens.logprobs.shape:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(type(found).__name__)
+            raise ValueError(f"must return one loss per token, shape {list(tokens.logprobs.shape)}, not {what}")
+        per_token.append(loss.detach())
+        return found
+
+    try:
+        output = policy_loss(kept, **{**tensors, "logprobs": logprobs}, normalizer=1.0, **params)
+        if not output.loss.requires_grad:
+            return per_token[0], torch.zeros_like(logprobs)
+        (gradient,) = torch.autograd.grad(output.loss, logprobs, allow_unused=True)
+    except ValueError:
+        raise
+    except Exception as error:  # a user's function may raise anything
+        raise ValueError(f"raised {type(error).__name__}: {' '.join(str(error).split())}") from error
+    return per_token[0], torch.zeros_like(logprobs) if gradient is None else gradient
+
+
+def _sequences(lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    count = sum(lengths)
+    logprobs = -torch.rand(count, dtype=torch.float64) * 3
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return {
+        "logprobs": logprobs,
+        "prox_logprobs": logprobs + torch.randn(count, dtype=torch.float64) * 0.1,
+        "behavior_logprobs": logprobs + torch.randn(count, dtype=torch.float64) * 0.3,
+        "advantages": torch.tensor([1.0, -0.5, 0.25, -2.0], dtype=torch.float64)[ids],
+        "mask": torch.ones(count, dtype=torch.bool),
+        "sequence_ids": ids,
+    }
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE))

@@ -1,0 +1,174 @@
+"""Losses and advantages of the user: the blocks of docs/algorithms.md, what is refused, and what a step does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from roll_flash.config.tree import load_config
+from roll_flash.dashboard.fates import _rules
+from roll_flash.errors import ConfigError, LearnerError
+from roll_flash.learner.losses.policy import LOSSES, PolicyTokens, TokenLoss, policy_loss
+from roll_flash.start_checks import _check_own_functions
+from roll_flash.testing import check_advantage, check_loss
+from tests.docs.pages import blocks_of
+from tests.learner.in_process import assert_equal_weights
+from tests.learner.test_steps import GROUPS, trained
+
+DEFINITION, TEST = (block.text for block in blocks_of("docs/algorithms.md") if block.language == "python")
+(SETTINGS,) = (block.text for block in blocks_of("docs/algorithms.md") if block.language == "yaml")
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The page's file, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mine.py").write_text(DEFINITION)
+    yield tmp_path / "mine.py"
+    sys.modules.pop("mine", None)
+
+
+def learner_of(tree: dict[str, Any]) -> Any:
+    return load_config({"model": {"path": "tiny"}, "envs": [{"id": "A-v0"}], **tree}).learner
+
+
+def test_the_page_defines_grpo_and_tests_it(mine: Path) -> None:
+    exec(TEST, {})
+    config = learner_of(yaml.safe_load(SETTINGS))
+    assert config.loss.parameters() == {"clip": 0.1}
+    _check_own_functions(config)
+
+
+def test_a_step_with_the_pages_functions_is_that_of_the_built_in_ones(mine: Path, tiny_model: Path) -> None:
+    built_in = {"loss": {"name": "ppo", "clip_low": 0.1, "clip_high": 0.1}}
+    expected, _ = trained(tiny_model, [GROUPS[:2], GROUPS[2:]], minibatches=2, **built_in)
+    found, result = trained(tiny_model, [GROUPS[:2], GROUPS[2:]], minibatches=2, **yaml.safe_load(SETTINGS)["learner"])
+    assert_equal_weights(found, expected)
+    assert result.metrics["optimizer_steps"] == 2
+
+
+def test_figures_of_a_loss_are_metrics(tiny_model: Path, mine: Path) -> None:
+    mine.write_text(
+        "from roll_flash.learner.losses.policy import TokenLoss\n"
+        "def loss(tokens):\n"
+        "    return TokenLoss(-tokens.advantages * tokens.logprobs, {'half': tokens.advantages * 0 + 0.5})\n"
+    )
+    _, result = trained(tiny_model, [GROUPS], loss={"name": "mine.py:loss"})
+    assert result.metrics["half"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_the_losses_of_the_project_pass(name: str) -> None:
+    check_loss(LOSSES[name])
+
+
+@pytest.mark.parametrize("level", ["sequence", "sequence_mean"])
+def test_means_over_a_sequence_are_allowed(level: str) -> None:
+    check_loss(LOSSES["tis"], correction_level=level)
+
+
+def over_the_tensor(tokens: PolicyTokens) -> torch.Tensor:
+    return -tokens.logprobs * (tokens.advantages - tokens.advantages.mean())
+
+
+def over_the_masked_too(tokens: PolicyTokens) -> torch.Tensor:
+    place = torch.arange(len(tokens.logprobs))
+    first = torch.stack([place[tokens.sequence_ids == each].min() for each in tokens.sequence_ids])
+    return -tokens.logprobs * tokens.advantages * (1 + (tokens.mask.sum() == len(place)) * (place == first))
+
+
+def without_a_limit(tokens: PolicyTokens) -> torch.Tensor:
+    return -((tokens.logprobs - tokens.behavior_logprobs) * 20).exp() * tokens.advantages
+
+
+def without_gradient(tokens: PolicyTokens) -> TokenLoss:
+    return TokenLoss(-tokens.logprobs.detach() * tokens.advantages, {})
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (over_the_tensor, r"the loss of a sequence changes with the others in the tensor \(sequence 0 of 4\)"),
+        (over_the_masked_too, "changes with what tokens.mask leaves out"),
+        (without_a_limit, r"is not finite where .* differ by 60: use tokens.ratio\(\)"),
+        (without_gradient, "has no gradient"),
+        (
+            lambda tokens: -(tokens.logprobs * tokens.advantages).mean(),
+            r"one loss per token, shape \[22\], not a tensor",
+        ),
+        (lambda tokens: 0.5, "one loss per token, .* not 'float'"),
+        (lambda tokens: tokens.rewards, "raised AttributeError: 'PolicyTokens' object has no attribute 'rewards'"),
+    ],
+)
+def test_a_loss_that_would_depend_on_the_split_is_refused(loss: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_loss(loss)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "message"),
+    [
+        (lambda rewards: rewards / rewards.std(), r"must return 1 finite numbers for rewards \[1.0\]"),
+        (lambda rewards: rewards.mean(), "must return 1 finite numbers"),
+        (lambda rewards: rewards - rewards[0], "changes with the order of the others"),
+        (lambda rewards: rewards[5], "raised IndexError"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+def test_an_advantage_that_fails_for_some_groups_is_refused(advantage: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_advantage(advantage)
+
+
+def test_an_advantage_that_fails_in_a_run_is_one_line(tiny_model: Path, mine: Path) -> None:
+    mine.write_text("def advantage(rewards):\n    return rewards[:1]\n")
+    with pytest.raises(LearnerError, match=r"learner.advantage mine.py:advantage must return 4 finite numbers"):
+        trained(tiny_model, [GROUPS[:1]], advantage="mine.py:advantage")
+
+
+@pytest.mark.parametrize(
+    ("learner", "message"),
+    [
+        ({"loss": {"name": "decoupled_po"}}, "did you mean 'decoupled_ppo'"),
+        ({"advantage": "rlo"}, "did you mean 'rloo'"),
+        ({"loss": {"name": "tis", "params": {"clip": 1}}}, "params are for a function of yours"),
+        ({"loss": {"name": "a.py:loss", "clip_low": 0.1}}, "clip_low is not read by a.py:loss; write it into"),
+        ({"advantage": "a.py:f", "normalize_advantage": "group"}, "use none or batch"),
+    ],
+)
+def test_names_and_keys_that_do_not_fit_are_refused(learner: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        learner_of({"learner": learner})
+
+
+def test_the_start_check_names_key_and_function(mine: Path) -> None:
+    mine.write_text("def loss(tokens):\n    return tokens.logprobs.sum()\ndef advantage(rewards):\n    return 1 / 0\n")
+    with pytest.raises(ConfigError, match=r"learner.loss.name mine.py:loss: must return one loss per token"):
+        _check_own_functions(learner_of({"learner": {"loss": {"name": "mine.py:loss"}}}))
+    with pytest.raises(ConfigError, match=r"learner.advantage mine.py:advantage: it raised ZeroDivisionError"):
+        _check_own_functions(learner_of({"learner": {"advantage": "mine.py:advantage"}}))
+    with pytest.raises(ConfigError, match=r"learner.loss.name 'mine.py:other': .*has no 'other'"):
+        _check_own_functions(learner_of({"learner": {"loss": {"name": "mine.py:other"}}}))
+
+
+def test_the_dashboard_runs_no_function_of_a_run() -> None:
+    assert _rules({"learner": {"advantage": "mine.py:advantage"}}) is None
+    assert _rules({"learner": {"advantage": "rloo"}}) is not None
+
+
+def test_a_function_without_a_name_can_be_given_to_policy_loss() -> None:
+    values = torch.tensor([-1.0, -2.0])
+    tensors = dict.fromkeys(("logprobs", "prox_logprobs", "behavior_logprobs"), values)
+    output = policy_loss(
+        lambda tokens: tokens.logprobs * 2, **tensors, advantages=torch.ones(2), mask=torch.tensor([True, False])
+    )
+    assert output.loss.item() == pytest.approx(-2.0)
+    assert np.isfinite(output.loss.item())
