@@ -268,8 +268,7 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
     stack.push_async_callback(checkpoints.close)
     progress.note("comparing what servers and learner say about the same weights (usually 5-40 s)")
     before_first_step = partial(_warm_start, start, learner, metrics, progress)
-    with doing("the start", "servers and learner have not been compared", announced_s=AGREE_S):
-        await _agree_on_weights(start, publisher, before_first_step)
+    await _agree_on_weights(start, publisher, before_first_step)
     trained = stack.enter_context(closing(TrainedTasks(run_dir.logs)))
     return System(
         config,
@@ -470,13 +469,16 @@ async def _agree_on_weights(
     start: Start, publisher: Publisher, before_first_step: Callable[[], Awaitable[None]]
 ) -> None:
     """Ensure that learner and servers have the same weights and compute the same log-probabilities."""
+    compared = partial(doing, "the start", "servers and learner have not been compared", announced_s=AGREE_S)
     if start.checkpoint is None:
-        await publisher.check()
+        with compared():
+            await publisher.check()
         if start.config.warm_start is None:
             return
         await before_first_step()
-    await publisher.begin()
-    await publisher.wait_published()
+    with compared():
+        await publisher.begin()
+        await publisher.wait_published()
 
 
 def open_fleet(config: Config, settings: WorkerSettings, places: Reservation | None = None) -> WorkerFleet:
@@ -548,7 +550,7 @@ async def _warm_start(start: Start, learner: LearnerEngine, metrics: MetricsLog,
         model_folder=start.model_folder,
         model=start.config.model,
         seed=start.config.seed,
-        report=progress.status,
+        report=progress.note,
     )
     progress.note(
         f"warm start: done, loss {figures['warm_start/first_loss']:.3f} -> {figures['warm_start/last_loss']:.3f}"

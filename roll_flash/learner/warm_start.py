@@ -15,6 +15,10 @@ from roll_flash.errors import ConfigError
 from roll_flash.learner.demonstrations import Demonstrations, open_demonstrations
 from roll_flash.processes.background import call_in_thread
 from roll_flash.types import Trajectory
+from roll_flash.watchdog.activity import doing
+
+FIRST_STEP_S = 120.0
+"""What the first supervised step may take before it counts as slow; the others as long as those before."""
 
 
 async def warm_start(
@@ -35,8 +39,9 @@ async def warm_start(
     drawn = _drawn(demonstrations, np.random.default_rng(seed), too_long)
     losses: list[float] = []
     for step in range(config.steps):
-        batch = await call_in_thread(lambda: list(islice(drawn, config.batch_size)))
-        result = await learner.sft_step(batch, config.learning_rate, counts=False)
+        with doing("the warm start", "its supervised step has not ended", may_take_s=FIRST_STEP_S):
+            batch = await call_in_thread(lambda: list(islice(drawn, config.batch_size)))
+            result = await learner.sft_step(batch, config.learning_rate, counts=False)
         losses.append(result.metrics["loss"])
         report(f"warm start: step {step + 1} of {config.steps}, loss {losses[-1]:.3f}")
     return {

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from roll_flash.chat.rendered_conversation import Thinking
 from roll_flash.config.sections.learner import WarmStartConfig
 from roll_flash.config.tree import ModelConfig, load_config
+from roll_flash.engines.learner import StepResult
 from roll_flash.errors import ConfigError
 from roll_flash.learner.demonstrations import check_demonstrations, open_demonstrations
 from roll_flash.learner.ranks.fsdp import FsdpLearner
@@ -24,6 +25,7 @@ from roll_flash.models.prepare import resolve_model
 from roll_flash.models.tiny import CHAT_TEMPLATE
 from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.types import Trajectory
+from roll_flash.watchdog.activity import Activities, watched
 from tests.learner.in_process import in_process
 from tests.learner.samples import make_trajectory
 
@@ -279,7 +281,16 @@ def test_a_warm_start_learns_and_leaves_the_version_at_zero(tiny: Path, tmp_path
     said: list[str] = []
 
     async def use(learner: FsdpLearner) -> dict[str, float]:
-        figures = await warm_start(learner, settings, model_folder=tiny, model=model, seed=0, report=said.append)
+        activities, real = Activities(), learner.sft_step
+
+        async def seen(*given: Any, **options: Any) -> StepResult:
+            assert activities.is_doing("the warm start")
+            return await real(*given, **options)
+
+        learner.sft_step = seen  # type: ignore[method-assign]
+        with watched(activities):
+            figures = await warm_start(learner, settings, model_folder=tiny, model=model, seed=0, report=said.append)
+        assert not activities.is_doing("the warm start")
         assert learner.version == 0
         return figures
 
