@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from roll_flash.config.tree import Config
+from roll_flash.config.user_code import absolute
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import ConfigError
 
@@ -42,10 +43,12 @@ def open_learner(config: Config, *, model_folder: Path) -> LearnerEngine:
 def _open_fsdp(config: Config, model_folder: Path) -> LearnerEngine:
     from roll_flash.learner.ranks.fsdp import FsdpLearner
 
-    learner = config.learner
-    if learner.kl.reference is not None:  # ranks on other nodes have another working directory
-        kl = learner.kl.model_copy(update={"reference": str(Path(learner.kl.reference).resolve())})
-        learner = learner.model_copy(update={"kl": kl})
+    # ranks on other nodes have another working directory
+    kl, loss = config.learner.kl, config.learner.loss
+    if kl.reference is not None:
+        kl = kl.model_copy(update={"reference": str(Path(kl.reference).resolve())})
+    loss = loss.model_copy(update={"name": absolute(loss.name)})
+    learner = config.learner.model_copy(update={"kl": kl, "loss": loss})
     return FsdpLearner(
         model_folder,
         learner,
@@ -55,4 +58,5 @@ def _open_fsdp(config: Config, model_folder: Path) -> LearnerEngine:
         run=config.name,
         transfer=config.inference.weight_transfer,
         max_length=config.model.max_length,
+        steps=config.steps,
     )

@@ -98,6 +98,10 @@ TABLE: dict[str, list[Metric]] = {
         Metric("correction_weight", RATIO, "mean importance weight after truncation"),
         Metric("correction_fraction", SHARE, "tokens whose weight was truncated or masked"),
         Metric("correction_fraction/age_{age}", SHARE, "the same for tokens of one age"),
+        Metric(
+            "rejected_fraction", SHARE, "tokens of sequences beyond `learner.loss.sequence_floor` and `sequence_cap`"
+        ),
+        Metric("rejected_fraction/age_{age}", SHARE, "the same for tokens of one age"),
         Metric("clip_fraction", SHARE, "tokens whose ratio the loss clipped"),
         Metric("clip_fraction/age_{age}", SHARE, "the same for tokens of one age"),
     ],

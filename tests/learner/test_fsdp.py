@@ -352,6 +352,26 @@ def test_supervised_steps_learn_the_demonstrations_and_count_as_versions(tiny_mo
     assert results[-1].metrics["learning_rate"] == pytest.approx(1e-2)
 
 
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [
+        ("none", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.2]),
+        ("cosine", [0.5, 1, *(0.2 + 0.4 * (1 + math.cos(math.pi * place / 8)) for place in range(9)), 0.2]),
+        ("wsd", [0.5, 1, *[1] * 7, 0.2 + 0.8 * 0.125 / 0.2, 0.2, 0.2]),
+    ],
+)
+def test_the_learning_rate_rises_and_falls_over_the_steps_of_the_run(decay: Any, expected: list[float]) -> None:
+    config = LearnerConfig(
+        learning_rate=1.0, warmup_steps=2, decay=decay, final_learning_rate=0.0 if decay == "none" else 0.2
+    )
+    learner = FsdpLearner(Path(), config, async_ratio=1, steps=10)
+    found = []
+    for learner._version in range(len(expected)):
+        found.append(learner._scheduled(1.0))
+    assert found == pytest.approx(expected)
+
+
 def test_a_model_folder_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
     async def never(learner: FsdpLearner) -> None:
         raise AssertionError("started without a model")

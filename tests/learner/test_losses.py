@@ -30,6 +30,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("topr", {"correction_level": "sequence"}),
     ("weighted_topr", {"positive_weight": 0.5, "negative_weight": 2.0}),
     ("gspo", {"clip_low": 0.1, "clip_high": 0.1}),
+    ("sapo", {}),
+    ("decoupled_ppo", {"sequence_floor": 0.9, "sequence_cap": 1.1}),
 ]
 
 
@@ -80,7 +82,40 @@ def test_single_token_losses_are_their_formulas(ratio: float, advantage: float) 
     weight = 3.0 if advantage > 0 else 0.5 * min(ratio, 1.0)
     found = scalar("weighted_topr", theta, prox, behavior, advantage, positive_weight=3.0, negative_weight=0.5)
     assert found == pytest.approx(weight * plain)
+    steepness = 1.0 if advantage > 0 else 1.05
+    gate = 4 / steepness / (1 + math.exp(-steepness * (ratio - 1)))
+    assert scalar("sapo", theta, 9.0, behavior, advantage) == pytest.approx(-gate * advantage)
     assert scalar("supervised", theta, prox, behavior, advantage) == pytest.approx(-theta)
+
+
+def test_sapo_has_the_gradient_of_ppo_where_the_policies_are_equal() -> None:
+    data = tensors()
+    data |= {"behavior_logprobs": data["logprobs"], "prox_logprobs": data["logprobs"]}
+    gradients = []
+    for name in ("sapo", "ppo"):
+        logprobs = data["logprobs"].clone().requires_grad_()
+        gradients += torch.autograd.grad(policy_loss(name, **data | {"logprobs": logprobs}).loss, logprobs)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("name", ["decoupled_ppo", "tis", "topr"])
+def test_sequences_that_are_too_far_away_add_nothing_but_count_in_the_mean(name: str) -> None:
+    data = tensors()
+    mask = data["mask"]
+    rho = torch.stack(
+        [
+            ((p - b)[m].mean()).exp()
+            for p, b, m in zip(data["prox_logprobs"], data["behavior_logprobs"], mask, strict=True)
+        ]
+    )
+    floor, cap = (float(each) for each in rho.sort().values[[1, 2]])  # the bounds themselves are inside
+    kept = ((rho >= floor) & (rho <= cap))[:, None] & mask
+    found = policy_loss(name, **data, sequence_floor=floor - 1e-12, sequence_cap=cap + 1e-12)
+    expected = policy_loss(name, **data | {"mask": kept}, normalizer=float(mask.sum()))
+    assert found.loss.item() == pytest.approx(expected.loss.item())
+    assert found.metrics["rejected_fraction"].item() == pytest.approx(1 - kept.sum().item() / mask.sum().item())
+    only_cap = policy_loss(name, **data, sequence_cap=cap + 1e-12).metrics["rejected_fraction"]
+    assert only_cap.item() == pytest.approx(((rho > cap)[:, None] & mask).sum().item() / mask.sum().item())
 
 
 def test_gspo_uses_the_geometric_mean_over_the_sequence() -> None:

@@ -28,6 +28,8 @@ BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 _CLIP = frozenset({"clip_low", "clip_high"})
 _CORRECTION = frozenset({"correction", "correction_level", "correction_cap", "correction_floor"})
 _TAPER = frozenset({"correction_cap", "correction_level"})
+_REJECTION = frozenset({"sequence_floor", "sequence_cap"})
+"""Options of every loss."""
 LOSS_PARAMETERS: dict[str, frozenset[str]] = {
     "decoupled_ppo": _CLIP | _CORRECTION | {"dual_clip"},
     "ppo": _CLIP | {"dual_clip"},
@@ -37,6 +39,7 @@ LOSS_PARAMETERS: dict[str, frozenset[str]] = {
     "topr": _TAPER,
     "weighted_topr": _TAPER | {"positive_weight", "negative_weight"},
     "reinforce": _CORRECTION,
+    "sapo": frozenset({"positive_temperature", "negative_temperature"}),
 }
 """Options that each loss reads; setting any other one is an error, so that no option is ignored."""
 ADVANTAGE_NAMES = ("grpo", "rloo", "reinforce++", "gigpo")
@@ -62,8 +65,8 @@ def _known_or_own(known: Iterable[str]) -> AfterValidator:
 
 class LossConfig(Section):
     name: Annotated[str, _known_or_own(LOSS_PARAMETERS)] = "decoupled_ppo"
-    """The policy loss: `decoupled_ppo`, `ppo`, `tis`, `cispo`, `topr`, `weighted_topr`, `gspo`, `reinforce`, or a
-    function of yours, `file.py:NAME` or `module:NAME`; docs/algorithms.md says when to use which, and how to write
+    """The policy loss: `decoupled_ppo`, `ppo`, `tis`, `cispo`, `topr`, `weighted_topr`, `gspo`, `reinforce`, `sapo`, or
+    a function of yours, `file.py:NAME` or `module:NAME`; docs/algorithms.md says when to use which, and how to write
     one."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a loss function of yours."""
@@ -85,6 +88,15 @@ class LossConfig(Section):
     """Weight of samples that were better than expected (weighted_topr)."""
     negative_weight: NonNegativeFloat = 1.0
     """Weight of samples that were worse than expected (weighted_topr)."""
+    positive_temperature: PositiveFloat = 1.0
+    """Steepness of the soft clip for samples that were better than expected (sapo)."""
+    negative_temperature: PositiveFloat = 1.05
+    """Steepness of the soft clip for samples that were worse than expected (sapo)."""
+    sequence_floor: NonNegativeFloat | None = None
+    """With any loss: leave out a sequence whose geometric mean of the ratio of proximal to behaviour policy is below.
+    None: no bound."""
+    sequence_cap: PositiveFloat | None = None
+    """With any loss: leave out a sequence whose geometric mean of that ratio is above. None: no bound."""
 
     @model_validator(mode="after")
     def _only_what_the_loss_reads(self) -> LossConfig:
@@ -92,7 +104,7 @@ class LossConfig(Section):
         if self.params and not own:
             raise ValueError(f"params are for a function of yours; {self.name} has keys of its own, such as clip_low")
         for key, field in type(self).model_fields.items():
-            if key in ("name", "params") or getattr(self, key) == field.default:
+            if key in ("name", "params", *_REJECTION) or getattr(self, key) == field.default:
                 continue
             if own:
                 raise ValueError(f"{key} is not read by {self.name}; write it into learner.loss.params")
@@ -102,14 +114,15 @@ class LossConfig(Section):
             raise ValueError(f"{key} is not read by {self.name}, only by {', '.join(readers)}; remove it")
         if self.correction_floor > (2.0 if self.correction_cap is None else self.correction_cap):
             raise ValueError("correction_floor is above correction_cap: every token would be dropped")
+        if self.sequence_cap is not None and (self.sequence_floor or 0.0) > self.sequence_cap:
+            raise ValueError("sequence_floor is above sequence_cap: every sequence would be left out")
         return self
 
     def parameters(self) -> dict[str, Any]:
         """Keyword arguments of the loss function: the options that it reads, without those left at None."""
-        if is_own(self.name):
-            return dict(self.params)
-        keys = LOSS_PARAMETERS[self.name]
-        return {key: value for key, value in self.model_dump().items() if key in keys and value is not None}
+        keys = _REJECTION | LOSS_PARAMETERS.get(self.name, frozenset())
+        found = {key: value for key, value in self.model_dump().items() if key in keys and value is not None}
+        return found | self.params
 
     def off_policy_warning(self, async_ratio: float) -> str | None:
         """Return a one-line warning if this loss does not correct for data as old as `async_ratio`, else None."""
@@ -205,6 +218,11 @@ class LearnerConfig(Section):
     """Learning rate of AdamW."""
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate rises linearly to `learning_rate`."""
+    decay: Literal["none", "linear", "cosine", "wsd"] = "none"
+    """How the learning rate falls from the end of the warm-up to the last step of the run: not at all, linearly, as
+    half a cosine, or linearly in the last fifth only (warm-up, stable, decay)."""
+    final_learning_rate: NonNegativeFloat = 0.0
+    """What the learning rate falls to with `decay`."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices. Norms and biases have none."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
@@ -287,6 +305,10 @@ class LearnerConfig(Section):
             raise ValueError(f"normalize_advantage: {self.advantage} divides by what it wants to; use none or batch")
         if (self.advantage, self.normalize_advantage) in (("reinforce++", "group"), ("gigpo", "batch")):
             raise ValueError(f"normalize_advantage: {self.advantage} has no {self.normalize_advantage} normalisation")
+        if self.final_learning_rate and self.decay == "none":
+            raise ValueError("final_learning_rate is not read with decay=none; choose linear, cosine or wsd")
+        if self.final_learning_rate > self.learning_rate:
+            raise ValueError("final_learning_rate is above learning_rate: decay lowers it")
         if self.activation_offload and not self.gradient_checkpointing:
             raise ValueError("activation_offload moves what gradient_checkpointing keeps; set that to true too")
         if self.activation_offload and self.device == "cpu":

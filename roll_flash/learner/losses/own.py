@@ -78,10 +78,11 @@ def check_advantage(function: Callable[[NDArray[np.float64]], ArrayLike]) -> Non
 def _run(function: LossFunction, tensors: Mapping[str, Tensor], params: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the loss of each token and the gradient of their sum. Raises ValueError if there is none."""
     logprobs = tensors["logprobs"].clone().requires_grad_()
+    given: dict[str, Any] = {**tensors, "logprobs": logprobs}
     per_token: list[Tensor] = []
 
-    def kept(tokens: Any, **given: Any) -> Any:
-        found = function(tokens, **given)
+    def kept(tokens: Any, **its_params: Any) -> Any:
+        found = function(tokens, **its_params)
         loss = found if isinstance(found, Tensor) else getattr(found, "loss", None)
         if not isinstance(loss, Tensor) or loss.shape != tokens.logprobs.shape:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(type(found).__name__)
@@ -90,7 +91,7 @@ def _run(function: LossFunction, tensors: Mapping[str, Tensor], params: Mapping[
         return found
 
     try:
-        output = policy_loss(kept, **{**tensors, "logprobs": logprobs}, normalizer=1.0, **params)
+        output = policy_loss(kept, **given, normalizer=1.0, **params)
         if not output.loss.requires_grad:
             return per_token[0], torch.zeros_like(logprobs)
         (gradient,) = torch.autograd.grad(output.loss, logprobs, allow_unused=True)

@@ -14,6 +14,7 @@ is not 0), and rho corrects for staleness. With several updates, `prox_logprobs`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -73,12 +74,16 @@ def policy_loss(
     sequence_ids: Tensor | None = None,
     normalizer: float | None = None,
     token_weights: Tensor | None = None,
+    sequence_floor: float | None = None,
+    sequence_cap: float | None = None,
     **params: object,
 ) -> LossOutput:
     """Compute a loss, by its name or as a function, over the tokens where `mask` is true.
 
     All tensors have shape [T] or [B, T]; `advantages` may be broadcast ([B, 1]). Sequence-level quantities of packed
-    tensors need `sequence_ids` (int64, from 0). `token_weights` default to 1. `params` go to the loss function.
+    tensors need `sequence_ids` (int64, from 0). `token_weights` default to 1. Sequences whose geometric mean of rho is
+    outside [`sequence_floor`, `sequence_cap`] add nothing to the loss, but count in its mean. `params` go to the loss
+    function.
 
     Raises ValueError for an unknown name, TypeError for an unknown parameter.
     """
@@ -97,10 +102,22 @@ def policy_loss(
     )
     found = function(tokens, **params)
     result = TokenLoss(found, {}) if isinstance(found, Tensor) else found
+    indicators, trained = dict(result.indicators), mask
+    if sequence_floor is not None or sequence_cap is not None:
+        rejected = _rejected(tokens, sequence_floor or 0.0, math.inf if sequence_cap is None else sequence_cap)
+        trained, indicators["rejected_fraction"] = mask & ~rejected, rejected
     count = mask.sum().clamp(min=1)
-    loss = weighted_sum(result.loss, mask, token_weights) / (count if normalizer is None else normalizer)
-    indicators = {key: torch.where(mask, value, zeros).detach() for key, value in result.indicators.items()}
+    loss = weighted_sum(result.loss, trained, token_weights) / (count if normalizer is None else normalizer)
+    indicators = {key: torch.where(mask, value, zeros).detach() for key, value in indicators.items()}
     return LossOutput(loss, {key: value.sum() / count for key, value in indicators.items()}, indicators)
+
+
+def _rejected(tokens: PolicyTokens, floor: float, cap: float) -> Tensor:
+    """True for the tokens of sequences whose geometric mean of rho is out of bounds, as verl's sequence rejection."""
+    rho = log_ratio(
+        tokens.prox_logprobs, tokens.behavior_logprobs, tokens.mask, "sequence_mean", tokens.sequence_ids
+    ).exp()
+    return tokens.mask & ((rho < floor) | (rho > cap))
 
 
 def weighted_sum(values: Tensor, mask: Tensor, weights: Tensor | None) -> Tensor:
@@ -215,6 +232,17 @@ def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-
     return _clipped(tokens, (sequence + own).exp(), clip_low, clip_high, None)
 
 
+def sapo(tokens: PolicyTokens, *, positive_temperature: float = 1.0, negative_temperature: float = 1.05) -> TokenLoss:
+    """-(4 / t) sigmoid(t (r - 1)) A with r = pi_theta / pi_behaviour and a temperature t for each sign of A.
+
+    Source: soft adaptive policy optimisation, arXiv 2511.20347: in the place of a clip, a gradient that fades smoothly
+    as the ratio leaves 1. At r = 1 the gradient is that of PPO.
+    """
+    ratio = tokens.ratio(tokens.behavior_logprobs)
+    temperature = torch.where(tokens.advantages > 0, positive_temperature, negative_temperature)
+    return TokenLoss(-torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * tokens.advantages, {})
+
+
 def supervised(tokens: PolicyTokens) -> TokenLoss:
     """-log pi_theta: cross-entropy on the policy tokens; advantages are ignored."""
     return TokenLoss(-tokens.logprobs, {})
@@ -267,5 +295,6 @@ LOSSES: dict[str, LossFunction] = {
     "topr": topr,
     "weighted_topr": weighted_topr,
     "gspo": gspo,
+    "sapo": sapo,
     "supervised": supervised,
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +23,6 @@ from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
 from roll_flash.config.sections.learner import LearnerConfig
-from roll_flash.config.user_code import absolute
 from roll_flash.engines.inference import StagedWeights, WeightTransfer
 from roll_flash.engines.learner import StepResult
 from roll_flash.engines.places import Places, unless_lost
@@ -62,6 +62,8 @@ _CLOSE_TIMEOUT_S = 20.0
 _START_FLOOR_S = 60.0
 """Minimum timeout in seconds of each call of a start; else ten times the longest start, at most `start_timeout_s`."""
 _WATCH_EVERY_S = 1.0
+DECAY_SHARE = 0.2
+"""Part of the steps in which `decay: wsd` lowers the learning rate."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -82,17 +84,19 @@ class FsdpLearner:
         run: str = "run",
         transfer: WeightTransfer = "shm",
         max_length: int | None = None,
+        steps: int | None = None,
     ) -> None:
-        """`max_length`: most tokens of a trajectory, for what ranks try on a GPU at their start; None: not known."""
+        """`max_length`: most tokens of a trajectory, for what ranks try on a GPU at their start; None: not known.
+        `steps`: those of the whole run, for a learning rate that decays."""
         self._folder = Path(model_folder)
-        loss = config.loss.model_copy(update={"name": absolute(config.loss.name)})
-        self._config = config.model_copy(update={"loss": loss})
+        self._config = config
         self._async_ratio = async_ratio
         self._seed = seed
         self._temperature = temperature
         self._run = run
         self._transfer: WeightTransfer = transfer
         self._max_length = max_length
+        self._steps = steps
         self._wanted_ranks = config.ranks
         """Ranks of the config; there are fewer after a restart without room for all."""
         self._places: Places | None = None
@@ -275,7 +279,7 @@ class FsdpLearner:
         if self._waiting:
             waiting, self._waiting = self._waiting, []
             await self._take(waiting)
-        rate = self._warmed_up(self._config.learning_rate)
+        rate = self._scheduled(self._config.learning_rate)
         normalizer = self._normalizer()
         count = self._config.minibatches
         if count == 1:
@@ -296,7 +300,7 @@ class FsdpLearner:
         self, trajectories: Sequence[Trajectory], learning_rate: float | None = None, *, counts: bool = True
     ) -> StepResult:
         """See `LearnerEngine`. It uses the packing and optimizer of other steps; only if it `counts` does
-        `warmup_steps` apply."""
+        `warmup_steps` and `decay` apply."""
         if not self._totals.empty:
             raise LearnerError("a supervised step cannot begin before finish_step ends the step that is under way")
         sequences = prepare_demonstrations(trajectories)
@@ -306,7 +310,7 @@ class FsdpLearner:
         self._totals.add_rows(await self._on_shares("accumulate_sequences", shares, supervised=True))
         self._totals.forward_backward_s += time.monotonic() - started
         rate = self._config.learning_rate if learning_rate is None else learning_rate
-        rate = self._warmed_up(rate) if counts else rate
+        rate = self._scheduled(rate) if counts else rate
         normalizer = self._totals.policy_tokens
         updates = [await self._update(normalizer, rate)]
         return self._finish(normalizer, rate, updates, off_policy=False, counts=counts)
@@ -446,9 +450,22 @@ class FsdpLearner:
             raise LearnerError(reason)
         return normalizer
 
-    def _warmed_up(self, rate: float) -> float:
-        warmup = self._config.warmup_steps
-        return rate * min(1.0, (self._version + 1) / warmup) if warmup else rate
+    def _scheduled(self, rate: float) -> float:
+        """Return the learning rate of this step: `rate` while nothing rises or falls."""
+        config, done = self._config, self._version
+        if done < config.warmup_steps:
+            return rate * (done + 1) / config.warmup_steps
+        if config.decay == "none" or self._steps is None:
+            return rate
+        part = min(1.0, (done - config.warmup_steps) / max(1, self._steps - config.warmup_steps))
+        match config.decay:
+            case "linear":
+                height = 1 - part
+            case "cosine":
+                height = (1 + math.cos(math.pi * part)) / 2
+            case "wsd":
+                height = min(1.0, (1 - part) / DECAY_SHARE)
+        return config.final_learning_rate + (rate - config.final_learning_rate) * height
 
     def _finish(
         self,
