@@ -351,10 +351,7 @@ def test_a_dry_run_says_which_gpus_the_parts_get(
 ) -> None:
     monkeypatch.setattr(vllm_server, "vllm_build", lambda: "cuda")
     monkeypatch.setattr(fit, "own_gpus", lambda config: {"MIG-a": 20 * 2**30, "MIG-b": 20 * 2**30})
-    real, memory = dry_run.living_nodes, {"memory": 64.0 * GIB}  # whatever else uses the memory of this machine
-    monkeypatch.setattr(
-        dry_run, "living_nodes", lambda own: [replace(each, total={**each.total, **memory}) for each in real(own)]
-    )
+    monkeypatch.setattr(fit, "_memory_of_ray", lambda: 64.0 * GIB)  # whatever else uses that of this machine
     assert main([*commands(tmp_path, "ray.num_cpus=8")[0], "--dry-run"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("# placement: ")]
     assert lines[0][2:] == ["part", "node", "CPUs", "GPUs", "GPU", "memory", "ports"]
