@@ -71,7 +71,7 @@ benchmarks: agents-image model ## regenerate all of benchmarks/results and mark 
 lint: setup ## ruff, mypy --strict, and the layers of the packages
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
+	@$(BIN)/mypy .
 	@$(BIN)/lint-imports --no-logo --no-cache
 
 docs: $(DOCS)/installed ## build the documentation site into build/docs/site (needs no other target)
