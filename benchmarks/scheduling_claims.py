@@ -17,13 +17,12 @@ from typing import Any
 from latencies import ClampedNormal, Mixture, Truncated, fail_slow
 from synthetic_load import Constant, Distribution, Normal, SyntheticLoad
 
+from roll_flash.config.sections.scheduler import SchedulerConfig
 from roll_flash.planner.simulation.load import Load, LogNormal
 from roll_flash.planner.simulation.result import SimulationResult
 from roll_flash.planner.simulation.servers import ServerSpec
 from roll_flash.planner.simulation.settings import LearnerSpec, SimulationSettings
 from roll_flash.planner.simulation.simulate import Simulation
-from roll_flash.scheduling.policy import SchedulingPolicy, has_signal
-from roll_flash.scheduling.staleness import StalenessRule
 
 Row = dict[str, Any]
 ACTION = Normal(50, 10)
@@ -73,8 +72,7 @@ def simulate(
     **policy: Any,
 ) -> SimulationResult:
     chosen = SimulationSettings(
-        StalenessRule(alpha, groups, extra),
-        SchedulingPolicy(group_size=size, **policy),
+        SchedulerConfig(async_ratio=alpha, groups_per_step=groups, extra_groups=extra, group_size=size, **policy),
         slots,
         on or servers(),
         learner or LearnerSpec(),
@@ -88,7 +86,7 @@ def queue_against_batch(seed: int, quick: bool) -> Measured:
     rows = []
     for sigma, signal, steps in ((1.0, 0.5, 48), (1.0, 0.5, 30), (1.0, 1.0, 48), (0.8, 0.5, 48), (0.8, 1.0, 48)):
         load = SyntheticLoad(LogNormal(1000, sigma), signal_rate=signal, seed=seed)
-        common: dict[str, Any] = {"groups": 8, "size": 8, "slots": 192, "extra": 16, "group_filter": has_signal}
+        common: dict[str, Any] = {"groups": 8, "size": 8, "slots": 192, "extra": 16, "drop_groups_without_signal": True}
         common["steps"] = steps // 6 if quick else steps
         plain = simulate(load, mode="batch", **{**common, "extra": 0}).step_s
         batch = simulate(load, mode="batch", **common).step_s

@@ -21,7 +21,6 @@ from roll_flash.monitor.episodes import find_trajectories, next_group_number
 from roll_flash.rollout.recovery import RecordedStep, Recovery
 from roll_flash.run.journal import Damage, cut_at, read_journal, set_aside
 from roll_flash.run.run_dir import Checkpoint, RunDir
-from roll_flash.scheduling.policy import policy_of
 from roll_flash.stream import finished_episode
 from roll_flash.types import FinishedEpisode, FinishedGroup, Task
 
@@ -104,10 +103,10 @@ def _read(
 
 def _read_journal(config: Config, run_dir: RunDir, checkpoint: Checkpoint | None) -> tuple[Recovery, Damage | None]:
     recovery = Recovery.beginning() if checkpoint is None else read_state(checkpoint)
-    step, policy = 0 if checkpoint is None else checkpoint.step, policy_of(config)
+    step, scheduler = 0 if checkpoint is None else checkpoint.step, config.scheduler
     events, damage = read_journal(run_dir.journal, step)
     try:
-        recovery.repeat(events, max_requeues=policy.max_requeues_per_group if policy.on_stale == "requeue" else None)
+        recovery.repeat(events, max_requeues=scheduler.max_requeues if scheduler.on_stale == "requeue" else None)
     except (KeyError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{run_dir.journal}: not readable as the journal of this run ({error!r}); move it away to resume from the "

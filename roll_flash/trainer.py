@@ -33,7 +33,6 @@ from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.run.checkpoints.writer import CheckpointSchedule
 from roll_flash.run.run_dir import RunDir, check_run_folder
-from roll_flash.scheduling.policy import has_signal
 from roll_flash.start_checks import check_parts, check_sandboxes
 from roll_flash.stream import LearnerLoader
 from roll_flash.summary import summarize
@@ -261,7 +260,7 @@ class Trainer:
         """Tokens of the groups that the learner computes, the prompt of a group once."""
         learner = self._config.learner
         computes_all = learner.entropy_bonus > 0 or learner.kl.coefficient > 0
-        return sum(group.packed_tokens for group in groups if computes_all or has_signal(group))
+        return sum(group.packed_tokens for group in groups if computes_all or group.has_signal)
 
     async def _call_on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         if (on_step := self._on_step) is None:
@@ -368,4 +367,4 @@ class Trainer:
 
 def _computed_tokens(groups: Iterable[FinishedGroup]) -> int:
     """Tokens of groups with a signal: most other groups are not computed, so they say nothing about time."""
-    return sum(trajectory.tokens for group in groups if has_signal(group) for trajectory in group.trajectories)
+    return sum(trajectory.tokens for group in groups if group.has_signal for trajectory in group.trajectories)

@@ -298,6 +298,12 @@ class FinishedGroup:
     failures: tuple[EpisodeFailure, ...] = ()
 
     @property
+    def has_signal(self) -> bool:
+        """True if rewards differ within the group; if not, every advantage is zero (DAPO, arXiv 2503.14476)."""
+        rewards = [trajectory.reward for trajectory in self.trajectories]
+        return min(rewards) != max(rewards)
+
+    @property
     def packed_tokens(self) -> int:
         """Number of tokens that are computed for all trajectories in one row: the common prompt is computed once."""
         prompts = sum(trajectory.prompt_length for trajectory in self.trajectories)
@@ -305,6 +311,8 @@ class FinishedGroup:
         return sum(trajectory.packed_tokens for trajectory in self.trajectories) - prompts + longest
 
 
+MIN_GROUP_SIZE = 2
+"""Minimum number of trajectories in a group: an advantage compares replicas."""
 MAX_REWARD = 1e6
 """Maximum absolute reward. Advantages need squares of rewards, whose sums must stay exact enough in float32."""
 

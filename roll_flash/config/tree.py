@@ -433,7 +433,7 @@ class Config(Section):
                 f"scheduler.extra_groups and scheduler.extra_replicas make {redundant} redundant episodes, which alone "
                 f"fill rollout.max_concurrent={slots}; lower them or raise rollout.max_concurrent"
             )
-        replicas = scheduler.group_size + scheduler.extra_replicas
+        replicas = scheduler.replicas
         if not scheduler.replicate and replicas > slots:
             raise ValueError(
                 f"scheduler.replicate=false starts the {replicas} replicas of a group at once; "

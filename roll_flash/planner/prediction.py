@@ -13,10 +13,8 @@ from roll_flash.errors import RunError
 from roll_flash.planner.measured.calibration import Calibration, computes_late
 from roll_flash.planner.simulation.result import SimulationResult
 from roll_flash.planner.simulation.servers import ServerSpec
-from roll_flash.planner.simulation.settings import AutoRatio, LearnerSpec, SimulationSettings
+from roll_flash.planner.simulation.settings import LearnerSpec, SimulationSettings
 from roll_flash.planner.simulation.simulate import Simulation
-from roll_flash.scheduling.policy import policy_of
-from roll_flash.scheduling.staleness import StalenessRule
 
 MAX_STEPS = 40
 """Steps that are simulated at most; a run's later steps are like these."""
@@ -59,13 +57,10 @@ def simulation_settings(
     config: Config, calibration: Calibration, *, background_cores: float = 0.0, record: bool = False
 ) -> SimulationSettings:
     """Return what simulates a run of `config` with the speeds of `calibration`."""
-    scheduler = config.scheduler
-    is_auto = scheduler.async_ratio == "auto"
-    ratio = float(scheduler.async_ratio_bounds[0]) if is_auto else scheduler.highest_async_ratio
     loss = calibration.speeds.ess_loss
     return SimulationSettings(
-        rule=StalenessRule(ratio, scheduler.groups_per_step, scheduler.extra_groups),
-        policy=policy_of(config),
+        scheduler=config.scheduler,
+        retries=config.rollout.retries,
         slots=config.rollout.max_concurrent,
         servers=_servers(config, calibration),
         learner=_learner(config, calibration),
@@ -74,9 +69,7 @@ def simulation_settings(
         max_new_tokens=config.rollout.max_new_tokens,
         sandboxes=calibration.sandboxes,
         scoring=calibration.scoring,
-        auto_ratio=AutoRatio(*scheduler.async_ratio_bounds, lambda staleness: 1 - loss * staleness)
-        if is_auto
-        else None,
+        sample_size=lambda staleness: 1 - loss * staleness,
         cores=calibration.speeds.cores,
         background_cores=background_cores,
     )

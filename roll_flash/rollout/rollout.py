@@ -24,12 +24,10 @@ from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.recovery import MicroBatches, Recovery
 from roll_flash.rollout.turns import SentTurn, TurnFile
 from roll_flash.run.journal import Event, Journal
-from roll_flash.scheduling.async_ratio import AsyncRatioController, Decision, StepMeasurement
+from roll_flash.scheduling.async_ratio import Decision, StepMeasurement, controller_of
 from roll_flash.scheduling.group_queues import OpenGroup
-from roll_flash.scheduling.policy import policy_of
 from roll_flash.scheduling.scheduler import Scheduler
 from roll_flash.scheduling.selection_bias import SelectionBias
-from roll_flash.scheduling.staleness import StalenessRule
 from roll_flash.scheduling.tasks import TaskSource
 from roll_flash.stream import REWARD, TrajectoryStream
 from roll_flash.types import EpisodeFailure, FinishedEpisode, FinishedGroup, SamplingParams
@@ -68,21 +66,17 @@ class Rollout:
         self._max_failures_in_a_row = scheduler.max_failures_in_a_row
         self._stall_timeout_s = config.stall_timeout_s
         self._episode_timeout_s = rollout.episode_timeout_s
-        self._controller = None
-        if scheduler.async_ratio == "auto":
-            self._controller = AsyncRatioController(*scheduler.async_ratio_bounds)
-        async_ratio = self._controller.async_ratio if self._controller else scheduler.highest_async_ratio
-        rule = StalenessRule(async_ratio, scheduler.groups_per_step, scheduler.extra_groups)
+        self._controller = controller_of(scheduler)
         self.scheduler = Scheduler(
-            rule,
-            policy_of(config),
+            scheduler,
             max_turns=config.envs[0].max_turns,
             sampling=training_sampling(config),
+            retries=rollout.retries,
             version=version,
             bias=SelectionBias(longest_s=rollout.episode_timeout_s),
         )
         self._is_closed = False
-        self._is_batch = policy_of(config).mode == "batch"
+        self._is_batch = scheduler.mode == "batch"
         if recovery is not None:
             self._restore(recovery, trajectories or {})
         self._changed = asyncio.Event()

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from roll_flash.config.sections.scheduler import SchedulerConfig
+
 RAISE_ABOVE_IDLE = 0.1
 """Idle fraction above which a larger alpha is tried."""
 LOWER_BELOW_IDLE = 0.03
@@ -42,6 +44,11 @@ class StepMeasurement:
             unknown = name == "effective_sample_size" and math.isnan(value)
             if not (unknown or 0 <= value <= 1 + _ROUNDING):
                 raise ValueError(f"{name} is {value}; it is a fraction between 0 and 1")
+
+
+def controller_of(config: SchedulerConfig) -> AsyncRatioController | None:
+    """Return the controller of `async_ratio: auto`; None if the ratio is fixed."""
+    return AsyncRatioController(*config.async_ratio_bounds) if config.async_ratio == "auto" else None
 
 
 @dataclass(frozen=True, slots=True)

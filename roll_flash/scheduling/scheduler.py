@@ -2,7 +2,7 @@
 
 Every replica of every task is a separate episode in one queue; a free slot takes the next episode. Groups complete in
 any order. The caller reports events (`admit`, `finished`, `published`, `version_advanced`) and asks for decisions
-(`room`, `next_episodes`, `take_ready`, `take_cancelled`, `take_dropped`). `SchedulingPolicy` holds the options.
+(`room`, `next_episodes`, `take_ready`, `take_cancelled`, `take_dropped`). `SchedulerConfig` has the options.
 The time is an input too (`now_s`). If no group can be trained for too long, `problem` is set.
 
 Invariants, checked by the property tests:
@@ -22,13 +22,24 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
+from roll_flash.config.sections.scheduler import SchedulerConfig
 from roll_flash.scheduling.batches import Batches
 from roll_flash.scheduling.group_queues import DeadlineBuckets, DroppedGroup, DropReason, OpenGroup, SubmissionOrder
-from roll_flash.scheduling.policy import MIN_GROUP_SIZE, SchedulingPolicy
-from roll_flash.scheduling.requeue import ProgressMonitor, RequeuedTasks
+from roll_flash.scheduling.progress import ProgressMonitor
 from roll_flash.scheduling.selection_bias import SelectionBias
 from roll_flash.scheduling.staleness import StalenessRule
-from roll_flash.types import EpisodeFailure, EpisodeSpec, FinishedEpisode, FinishedGroup, SamplingParams, Task
+from roll_flash.types import (
+    MIN_GROUP_SIZE,
+    EpisodeFailure,
+    EpisodeSpec,
+    FinishedEpisode,
+    FinishedGroup,
+    SamplingParams,
+    Task,
+)
+
+MAX_FILTERED_STEPS = 4
+"""Groups without signal that one step may drop, in steps' worth of groups; later ones pass, so that a step ends."""
 
 
 class Scheduler:
@@ -36,18 +47,18 @@ class Scheduler:
 
     def __init__(
         self,
-        rule: StalenessRule,
-        policy: SchedulingPolicy,
+        config: SchedulerConfig,
         *,
         max_turns: int,
         sampling: SamplingParams,
+        retries: int = 0,
         version: int = 0,
         bias: SelectionBias | None = None,
     ) -> None:
-        if policy.in_order and rule.extra_groups:
-            raise ValueError("in_order takes no extra_groups: a group that is overtaken would never be trained")
-        self._rule = rule
-        self._policy = policy
+        """`retries`: most retries of a failed episode."""
+        self._rule = StalenessRule(config.first_async_ratio, config.groups_per_step, config.extra_groups)
+        self._config = config
+        self._retries = retries
         self._max_turns = max_turns
         self._sampling = sampling
         self._next_group = 0
@@ -59,8 +70,8 @@ class Scheduler:
         self._queued = 0
         self._begun = DeadlineBuckets()
         """Groups that have started and are not ready for the learner."""
-        self._ready: DeadlineBuckets = SubmissionOrder() if policy.in_order else DeadlineBuckets()
-        self._batches = Batches() if policy.mode == "batch" else None
+        self._ready: DeadlineBuckets = SubmissionOrder() if config.in_order else DeadlineBuckets()
+        self._batches = Batches() if config.mode == "batch" else None
         self._in_step: list[tuple[OpenGroup, FinishedGroup]] = []
         self._filtered_in_step = 0
         self._cancelled: list[str] = []
@@ -70,8 +81,9 @@ class Scheduler:
         self.server_version = version
         self.now_s = 0.0
         """Time in seconds; the caller sets it before each other call."""
-        self._requeued = RequeuedTasks(policy.max_requeues_per_group)
-        self._progress = ProgressMonitor(policy)
+        self._requeued: deque[tuple[Task, int]] = deque()
+        self._num_requeued = self._num_given_up = 0
+        self._progress = ProgressMonitor(config)
         self.bias = bias or SelectionBias()
         self.dropped_groups: Counter[str] = Counter()
         self.trajectories: Counter[str] = Counter()
@@ -117,9 +129,9 @@ class Scheduler:
         while (group := self._ready.first()) is not None and self._has_place_for(group):
             taken.append(self._hand_out(group))
         if self.groups_wanted() == 0:
-            waits = self._policy.on_stale == "wait"
+            waits = self._config.on_stale == "wait"
             self._drop_all(self._stale_after(self.learner_version), "surplus" if waits else "stale")
-            if self._policy.surplus == "cancel":
+            if self._config.surplus == "cancel":
                 self._drop_all(self._surplus_groups(), "surplus")
         return taken
 
@@ -157,7 +169,7 @@ class Scheduler:
         if front is None:
             return 0
         group = self._groups[front.group_id]
-        may_start = group.has_begun or self._may_begin(group, self._policy.replicas)
+        may_start = group.has_begun or self._may_begin(group, self._config.replicas)
         return len(group.queued) if may_start else 0
 
     @property
@@ -192,13 +204,13 @@ class Scheduler:
     @property
     def requeued_tasks(self) -> list[tuple[Task, int]]:
         """Tasks to admit again with the number of their requeues, oldest first."""
-        return self._requeued.waiting
+        return list(self._requeued)
 
     def counts(self) -> dict[str, int]:
         """Count groups whose task was requeued or given up, and groups without signal that had to be trained."""
         return {
-            "requeued": self._requeued.requeued,
-            "given_up": self._requeued.given_up,
+            "requeued": self._num_requeued,
+            "given_up": self._num_given_up,
             "unfiltered": self._progress.unfiltered_groups,
         }
 
@@ -206,7 +218,7 @@ class Scheduler:
 
     def restore_requeued(self, waiting: Iterable[tuple[Task, int]]) -> None:
         """Add the `requeued_tasks` of an earlier run, for `admit_requeued`."""
-        self._requeued.restore(waiting)
+        self._requeued.extend(waiting)
 
     def restore_group(
         self,
@@ -224,10 +236,10 @@ class Scheduler:
         group = self._add_group(task, requeues)
         group.trajectories.extend(trajectories)
         highest = max((int(each.episode_id.rpartition("-r")[2]) for each in trajectories), default=-1)
-        group.refills = max(0, highest + 1 - self._policy.replicas)  # no id comes twice
+        group.refills = max(0, highest + 1 - self._config.replicas)  # no id comes twice
         self.trajectories["produced"] += len(trajectories)
         ended = {trajectory.episode_id for trajectory in trajectories}
-        for episode in (self._episode(group, replica) for replica in range(self._policy.replicas)):
+        for episode in (self._episode(group, replica) for replica in range(self._config.replicas)):
             if episode.episode_id not in ended:
                 self._enqueue(group, episode)
         versions = [each.oldest_version for each in trajectories] + ([] if begun_at is None else [begun_at])
@@ -237,7 +249,7 @@ class Scheduler:
             self._begun.add(group)
             if last_step < self.learner_version:
                 self._drop(group, "stale")
-            elif len(trajectories) >= self._policy.group_size or not group.is_waiting:
+            elif len(trajectories) >= self._config.group_size or not group.is_waiting:
                 self._complete(group)
         return group
 
@@ -247,13 +259,15 @@ class Scheduler:
 
     def admit_requeued(self) -> OpenGroup | None:
         """Admit the oldest requeued task and return its group; None if no task is requeued."""
-        again = self._requeued.pop()
-        return None if again is None else self.admit(again[0], requeues=again[1])
+        if not self._requeued:
+            return None
+        task, requeues = self._requeued.popleft()
+        return self.admit(task, requeues=requeues)
 
     def admit(self, task: Task, *, requeues: int = 0) -> OpenGroup:
         """Add a task as a new group and queue its replicas."""
         group = self._add_group(task, requeues)
-        for replica in range(self._policy.replicas):
+        for replica in range(self._config.replicas):
             self._enqueue(group, self._episode(group, replica))
         return group
 
@@ -283,7 +297,7 @@ class Scheduler:
             del group.started_s[outcome.episode_id]
             self.trajectories["produced"] += 1
             is_kept = self._take_trajectory(group, outcome)
-        if not group.is_complete and (len(group.trajectories) >= self._policy.group_size or not group.is_waiting):
+        if not group.is_complete and (len(group.trajectories) >= self._config.group_size or not group.is_waiting):
             self._complete(group)
         return is_kept
 
@@ -346,7 +360,7 @@ class Scheduler:
         return None
 
     def _may_begin(self, group: OpenGroup, free_slots: int) -> bool:
-        if not self._policy.replicate and len(group.queued) > free_slots:
+        if not self._config.replicate and len(group.queued) > free_slots:
             return False
         places = self._places()
         return places > 0 and (self._batches is None or self._is_in_batch(self._batches, group, places))
@@ -397,15 +411,15 @@ class Scheduler:
 
     def _take_failure(self, group: OpenGroup, episode: EpisodeSpec, failure: EpisodeFailure) -> None:
         lasted_s = self.now_s - group.started_s.pop(episode.episode_id)
-        if not group.is_complete and episode.attempt < self._policy.retries:
+        if not group.is_complete and episode.attempt < self._retries:
             self._enqueue(group, replace(episode, attempt=episode.attempt + 1), first=True)
             return
         group.failures.append(failure)
         group.unfinished_s.append(lasted_s)
         if group.is_complete:
             return
-        if self._policy.on_failure == "refill" and group.refills < self._policy.group_size:
-            self._enqueue(group, self._episode(group, self._policy.replicas + group.refills), first=True)
+        if self._config.on_failure == "refill" and group.refills < self._config.group_size:
+            self._enqueue(group, self._episode(group, self._config.replicas + group.refills), first=True)
             group.refills += 1
 
     def _complete(self, group: OpenGroup) -> None:
@@ -432,10 +446,10 @@ class Scheduler:
         self._end_in_batch(group)
 
     def _is_refused(self, group: OpenGroup) -> bool:
-        if self._policy.group_filter is None:
+        if not self._config.drop_groups_without_signal:
             return False
-        has_signal = self._policy.group_filter(group.to_group())
-        if not has_signal and self._filtered_in_step < self._policy.max_filtered_per_step:
+        has_signal = group.to_group().has_signal
+        if not has_signal and self._filtered_in_step < MAX_FILTERED_STEPS * self._config.groups_per_step:
             return True
         self._progress.group_passed(has_signal=has_signal)
         return False
@@ -452,7 +466,7 @@ class Scheduler:
     def _cancel_surplus(self, group: OpenGroup) -> None:
         """Remove queued surplus replicas, which have cost nothing; stop running ones if `surplus` is `cancel`."""
         self._unqueue(group)
-        if self._policy.surplus == "cancel":
+        if self._config.surplus == "cancel":
             self._stop(group)
 
     # Handing out
@@ -461,7 +475,7 @@ class Scheduler:
         """True if this step may take `group`: `wait` keeps places for more urgent groups, in each later step too."""
         assert group.last_step is not None
         taken, size, first = len(self._in_step), self._rule.groups_per_step, self.learner_version
-        if taken >= size or self._policy.on_stale != "wait" or self._policy.in_order:  # in_order: nothing overtakes
+        if taken >= size or self._config.on_stale != "wait" or self._config.in_order:  # in_order: nothing overtakes
             return taken < size
         return all(
             taken + self._begun.due_by(step) + self._ready.due_by(step) < (step - first + 1) * size
@@ -502,11 +516,18 @@ class Scheduler:
         self.bias.dropped(group)
         tokens = sum(trajectory.policy_tokens for trajectory in group.trajectories)
         self._dropped.append(DroppedGroup(group.group_id, group.task, reason, tokens, stopped_s))
-        if reason == "stale" and self._policy.on_stale == "requeue":
-            self._requeued.requeue(group)
+        if reason == "stale" and self._config.on_stale == "requeue":
+            self._requeue(group)
         if self._batches is not None:
             self._batches.remove(group)
             self._end_in_batch(group)
+
+    def _requeue(self, group: OpenGroup) -> None:
+        if group.requeues >= self._config.max_requeues:
+            self._num_given_up += 1
+        else:
+            self._num_requeued += 1
+            self._requeued.append((group.task, group.requeues + 1))
 
     def _leave(self, group: OpenGroup) -> tuple[float, ...]:
         """Remove a group that is taken or dropped, and stop its queued and running episodes. Return how long the

@@ -10,9 +10,8 @@ from typing import Any
 
 from roll_flash.errors import StreamError, StreamStarvedError
 from roll_flash.processes.background import error_of
-from roll_flash.scheduling.policy import MIN_GROUP_SIZE
 from roll_flash.stream.stream import Row, TrajectoryStream
-from roll_flash.types import FinishedEpisode, FinishedGroup
+from roll_flash.types import MIN_GROUP_SIZE, FinishedEpisode, FinishedGroup
 from roll_flash.watchdog.activity import doing
 
 REWARD = "reward"

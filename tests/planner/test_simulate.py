@@ -10,14 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.synthetic_load import Constant, Normal, SyntheticLoad
+from roll_flash.config.sections.scheduler import SchedulerConfig
 from roll_flash.errors import RunError
 from roll_flash.planner.simulation.load import Load, LogNormal
 from roll_flash.planner.simulation.result import SimulationResult
 from roll_flash.planner.simulation.servers import Request, ServerSpec, SimulatedServer
 from roll_flash.planner.simulation.settings import LearnerSpec, SimulationSettings
 from roll_flash.planner.simulation.simulate import Simulation
-from roll_flash.scheduling.policy import SchedulingPolicy
-from roll_flash.scheduling.staleness import StalenessRule
 
 
 def simulate(
@@ -33,17 +32,20 @@ def simulate(
     lockstep: bool = False,
     record: bool = False,
     longest_episode_s: float = math.inf,
+    retries: int = 0,
     **policy: Any,
 ) -> SimulationResult:
     chosen = SimulationSettings(
-        StalenessRule(alpha, groups, extra),
-        SchedulingPolicy(**{"group_size": 2, **policy}),
+        SchedulerConfig(
+            **{"group_size": 2, "async_ratio": alpha, "groups_per_step": groups, "extra_groups": extra, **policy}
+        ),
         slots,
         servers or ServerSpec(1, 1000, 10.0),
         learner or LearnerSpec(),
         lockstep,
         record,
         longest_episode_s,
+        retries=retries,
     )
     return Simulation(chosen, load).run(steps)
 
@@ -211,7 +213,7 @@ def test_starvation_of_the_slow_is_seen_where_nothing_of_it_is_trained() -> None
 
 def test_a_task_that_is_requeued_is_another_play_in_the_simulation_and_not_for_ever() -> None:
     load = SyntheticLoad(Constant(20), Constant(1.0), slow_share=0.3, slow_factor=1000.0)
-    result = simulate(load, alpha=0, extra=4, steps=12, on_stale="requeue", max_requeues_per_group=1)
+    result = simulate(load, alpha=0, extra=4, steps=12, on_stale="requeue", max_requeues=1)
     assert result.groups["requeued"] > 0
     assert result.groups["given_up"] > 0
 

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from roll_flash.config.sections.scheduler import SchedulerConfig
 from roll_flash.planner.simulation.load import EpisodePlan
 from roll_flash.planner.simulation.result import SimulationResult
 from roll_flash.planner.simulation.servers import Request, ServerSpec, SimulatedServer
 from roll_flash.planner.simulation.services import SandboxSpec, StageSpec
-from roll_flash.planner.simulation.settings import AutoRatio, LearnerSpec, SimulationSettings
+from roll_flash.planner.simulation.settings import LearnerSpec, SimulationSettings
 from roll_flash.planner.simulation.simulate import Simulation
-from roll_flash.scheduling.policy import SchedulingPolicy
-from roll_flash.scheduling.staleness import StalenessRule
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,9 @@ class Same:
 
 
 ONE_TURN = EpisodePlan(((10, 1.0),), 0.0, False, packed_tokens=20)
+ONE_GROUP = SchedulerConfig(async_ratio=0, groups_per_step=1, group_size=2)
 PLAIN = SimulationSettings(
-    StalenessRule(0, 1),
-    SchedulingPolicy(group_size=2),
+    ONE_GROUP,
     slots=8,
     servers=ServerSpec(1, 100, 10.0),
     learner=LearnerSpec(streams=True),
@@ -110,7 +109,7 @@ def test_turns_of_an_episode_stay_at_their_server() -> None:
 
 def test_groups_stream_to_the_learner_while_it_computes_others() -> None:
     learner = LearnerSpec(streams=True, call_s=0.5, token_s=0.1, batch_tokens=40, step_s=1.0)
-    settings = replace(PLAIN, rule=StalenessRule(0, 3), learner=learner)
+    settings = replace(PLAIN, scheduler=ONE_GROUP.model_copy(update={"groups_per_step": 3}), learner=learner)
     assert simulate(settings).elapsed_s == pytest.approx(2 + 3 * (0.5 + 40 * 0.1) + 1)
     late = replace(learner, token_s=0.0, late_token_s=0.1, batch_tokens=math.inf)
     assert simulate(replace(settings, learner=late)).elapsed_s == pytest.approx(2 + 2 * 0.5 + 12 + 1), (
@@ -154,7 +153,7 @@ def test_episodes_wait_for_sandboxes() -> None:
 def test_servers_and_learner_slow_down_when_they_share_cores() -> None:
     """The learner computes step 0 while episodes of step 1 are sampled: 2 threads, then, on one core."""
     learner = LearnerSpec(streams=True, step_s=4.0)
-    asynchronous = replace(PLAIN, rule=StalenessRule(1, 1), slots=2, learner=learner)
+    asynchronous = replace(PLAIN, scheduler=ONE_GROUP.model_copy(update={"async_ratio": 1}), slots=2, learner=learner)
     episode = EpisodePlan(((10, 0.0),), 0.0, False)
     alone, shared, with_others = (
         simulate(replace(asynchronous, cores=cores, background_cores=others), episode, steps=1).elapsed_s
@@ -168,11 +167,10 @@ def test_servers_and_learner_slow_down_when_they_share_cores() -> None:
 def test_auto_raises_the_async_ratio_while_the_learner_waits() -> None:
     settings = replace(
         PLAIN,
-        rule=StalenessRule(0, 1),
+        scheduler=ONE_GROUP.model_copy(update={"async_ratio": "auto"}),
         servers=ServerSpec(1, 100, 10.0),
         learner=LearnerSpec(streams=True, step_s=2.0),
-        auto_ratio=AutoRatio(0, 4),
     )
     assert simulate(settings, steps=20).staleness_max >= 1
-    stale = replace(settings, auto_ratio=AutoRatio(0, 4, lambda staleness: 0.1 if staleness > 0.5 else 1.0))
+    stale = replace(settings, sample_size=lambda staleness: 0.1 if staleness > 0.5 else 1.0)
     assert simulate(stale, steps=20).step_s > simulate(settings, steps=20).step_s, "old data is refused"

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from roll_flash.scheduling.policy import SchedulingPolicy
+from roll_flash.config.sections.scheduler import SchedulerConfig
 from roll_flash.scheduling.scheduler import Scheduler
-from roll_flash.scheduling.staleness import StalenessRule
 from roll_flash.stream import finished_episode
 from roll_flash.types import EpisodeFailure, EpisodeSpec, FinishedEpisode, SamplingParams, Task, Trajectory
 
@@ -45,9 +44,9 @@ def failure(episode: EpisodeSpec) -> EpisodeFailure:
 
 
 def make_scheduler(**changes: Any) -> Scheduler:
-    rule = StalenessRule(changes.pop("async_ratio", 1.0), changes.pop("groups_per_step", 2), changes.pop("extra", 0))
-    policy = SchedulingPolicy(**{"group_size": 2, **changes})
-    return Scheduler(rule, policy, max_turns=4, sampling=SamplingParams())
+    retries = changes.pop("retries", 0)
+    config = SchedulerConfig(**{"group_size": 2, "groups_per_step": 2, **changes})
+    return Scheduler(config, max_turns=4, sampling=SamplingParams(), retries=retries)
 
 
 def admit_all(scheduler: Scheduler, first_seed: int = 0) -> int:

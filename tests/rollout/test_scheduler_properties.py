@@ -8,14 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_world import World
 
-from roll_flash.scheduling.policy import has_signal
-
 settings_strategy = {
     "seed": st.integers(0, 10**6),
     "async_ratio": st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 4.0]),
     "groups_per_step": st.integers(1, 4),
     "group_size": st.integers(2, 4),
-    "extra": st.integers(0, 3),
+    "extra_groups": st.integers(0, 3),
     "retries": st.integers(0, 2),
     "on_stale": st.sampled_from(["evict", "requeue", "wait"]),
     "mode": st.sampled_from(["queue", "queue", "batch"]),
@@ -23,7 +21,7 @@ settings_strategy = {
     "extra_replicas": st.integers(0, 2),
     "surplus": st.sampled_from(["keep", "cancel"]),
     "on_failure": st.sampled_from(["smaller", "refill"]),
-    "group_filter": st.sampled_from([None, has_signal]),
+    "drop_groups_without_signal": st.booleans(),
 }
 
 
@@ -72,7 +70,7 @@ def test_groups_hold_replicas_of_their_own_task_only(seed: int, **changes: Any) 
 def test_the_learner_always_gets_another_step(seed: int, moves_alpha: bool, in_order: bool, **changes: Any) -> None:
     """No deadlock: as long as some episodes succeed, versions advance, also while alpha is raised and lowered."""
     if in_order:
-        changes |= {"extra": 0, "extra_replicas": 0}
+        changes |= {"extra_groups": 0, "extra_replicas": 0}
     world = World(seed, in_order=in_order, **changes)
     world.moves_alpha = moves_alpha
     world.failure_rate = min(world.failure_rate, 0.1)
@@ -95,7 +93,7 @@ def test_every_step_has_the_configured_size_and_wait_loses_no_group(
         assert world.step_sizes[version] == changes["groups_per_step"]
     if changes["on_stale"] == "wait":
         assert world.scheduler.dropped_groups["stale"] == 0
-        if not changes["extra"] and changes["surplus"] == "keep":
+        if not changes["extra_groups"] and changes["surplus"] == "keep":
             assert world.scheduler.dropped_groups["surplus"] == 0
 
 
@@ -146,7 +144,7 @@ def test_alpha_0_is_the_synchronous_loop(seed: int, groups: int, size: int, repl
 @given(**settings_strategy)
 def test_what_begins_is_dropped_only_for_a_straggler_a_failure_or_redundancy(seed: int, **changes: Any) -> None:
     """Every episode takes one turn and no redundancy is asked for: then nothing begins only to be thrown away."""
-    changes |= {"extra": 0, "extra_replicas": 0, "group_filter": None}
+    changes |= {"extra_groups": 0, "extra_replicas": 0, "drop_groups_without_signal": False}
     world = World(seed, **changes)
     world.failure_rate, world.turn_rate = 0.0, 0.0
     world.play_in_order = True

@@ -57,10 +57,20 @@ class SchedulerConfig(Section):
         return self.async_ratio_bounds[1] if self.async_ratio == "auto" else self.async_ratio
 
     @property
+    def first_async_ratio(self) -> float:
+        """Async ratio at the start of a run."""
+        return self.async_ratio_bounds[0] if self.async_ratio == "auto" else self.async_ratio
+
+    @property
+    def replicas(self) -> int:
+        """Number of episodes that a group starts with."""
+        return self.group_size + self.extra_replicas
+
+    @property
     def redundant_episodes(self) -> int:
         """Episodes in flight that a step does not need, by `extra_groups` and `extra_replicas`."""
         in_groups = self.groups_per_step * self.extra_replicas
-        return in_groups + self.extra_groups * (self.group_size + self.extra_replicas)
+        return in_groups + self.extra_groups * self.replicas
 
     @model_validator(mode="after")
     def _bounds(self) -> SchedulerConfig:

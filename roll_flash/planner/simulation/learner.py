@@ -9,7 +9,6 @@ from roll_flash.planner.simulation.clock import Clock
 from roll_flash.planner.simulation.result import Timeline
 from roll_flash.planner.simulation.servers import Servers
 from roll_flash.planner.simulation.settings import LearnerSpec
-from roll_flash.scheduling.policy import has_signal
 from roll_flash.scheduling.scheduler import Scheduler
 from roll_flash.types import FinishedGroup
 
@@ -82,7 +81,7 @@ class SimulatedLearner:
     def _work_as_it_comes(self) -> None:
         if not self._finishing:
             for group, scored_s in self._take():
-                tokens = group.packed_tokens if self._spec.computes_all or has_signal(group) else 0
+                tokens = group.packed_tokens if self._spec.computes_all or group.has_signal else 0
                 if scored_s > self._clock.now_s:
                     self._unscored += 1
                     self._clock.at(scored_s, self._on_scored, tokens)

@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from roll_flash.config.sections.scheduler import SchedulerConfig
 from roll_flash.planner.simulation.servers import ServerSpec
 from roll_flash.planner.simulation.services import SandboxSpec, StageSpec
-from roll_flash.scheduling.policy import SchedulingPolicy
-from roll_flash.scheduling.staleness import StalenessRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +46,8 @@ class LearnerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class AutoRatio:
-    """`async_ratio: auto` with these bounds."""
-
-    lowest: int
-    highest: int
-    sample_size: Callable[[float], float] = lambda staleness: 1.0
-    """Returns the effective sample size of the importance weights of a step from its mean staleness."""
-
-
-@dataclass(frozen=True, slots=True)
 class SimulationSettings:
-    rule: StalenessRule
-    policy: SchedulingPolicy
+    scheduler: SchedulerConfig
     slots: int
     """Maximum number of running episodes (environments)."""
     servers: ServerSpec
@@ -78,8 +66,11 @@ class SimulationSettings:
     """None: environments need no sandbox."""
     scoring: tuple[StageSpec, ...] = ()
     """Stages that score trajectories before they are trained."""
-    auto_ratio: AutoRatio | None = None
-    """None: the async ratio of `rule`."""
+    sample_size: Callable[[float], float] = lambda staleness: 1.0
+    """Returns the effective sample size of the importance weights of a step from its mean staleness, which
+    `async_ratio: auto` looks at."""
+    retries: int = 0
+    """Most retries of a failed episode."""
     cores: float = math.inf
     """CPU cores that servers and learner share; infinite where they do not (GPUs)."""
     background_cores: float = 0.0

@@ -22,7 +22,7 @@ from roll_flash.planner.simulation.result import Activity, EpisodeSpan, Fate, Si
 from roll_flash.planner.simulation.servers import Request, Servers, SimulatedServer
 from roll_flash.planner.simulation.services import SimulatedSandboxes, SimulatedScoring
 from roll_flash.planner.simulation.settings import SimulationSettings
-from roll_flash.scheduling.async_ratio import AsyncRatioController, StepMeasurement
+from roll_flash.scheduling.async_ratio import AsyncRatioController, StepMeasurement, controller_of
 from roll_flash.scheduling.scheduler import Scheduler
 from roll_flash.scheduling.selection_bias import SelectionBias
 from roll_flash.types import EpisodeFailure, EpisodeSpec, FinishedEpisode, FinishedGroup, SamplingParams, Task
@@ -52,10 +52,10 @@ class Simulation:
         self._settings = settings
         self._load = load
         self._scheduler = Scheduler(
-            settings.rule,
-            settings.policy,
+            settings.scheduler,
             max_turns=1,
             sampling=SamplingParams(),
+            retries=settings.retries,
             bias=SelectionBias(longest_s=settings.longest_episode_s),
         )
         self._clock = Clock()
@@ -81,10 +81,7 @@ class Simulation:
         self._scoring = SimulatedScoring(settings.scoring)
         self._scored_s: dict[str, float] = {}
         """Episode -> when its trajectory has its scores; only with stages."""
-        auto = settings.auto_ratio
-        self._controller = AsyncRatioController(auto.lowest, auto.highest) if auto else None
-        if self._controller is not None:
-            self._scheduler.set_async_ratio(self._controller.async_ratio)
+        self._controller = controller_of(settings.scheduler)
         self._server_of_group: dict[str, SimulatedServer] = {}
         self._episodes: dict[str, _Episode] = {}
         self._at_barrier: list[_Episode] = []
@@ -146,7 +143,7 @@ class Simulation:
         self._scheduler.admit(Task(f"t{seed}", self._settings.task_name(seed), seed))
 
     def _start(self, spec: EpisodeSpec) -> None:
-        earlier = self._replays[spec.task.seed] * (self._settings.policy.retries + 1)
+        earlier = self._replays[spec.task.seed] * (self._settings.retries + 1)
         plan = self._load.plan(spec.task.seed, spec.replica, earlier + spec.attempt)
         self._plans[spec.episode_id] = plan
         slot = heapq.heappop(self._free_slots) if self._timeline else 0
@@ -234,7 +231,7 @@ class Simulation:
         return episode.request.prompt + max(episode.request.tokens, self._settings.max_new_tokens)
 
     def _server_for(self, spec: EpisodeSpec) -> SimulatedServer:
-        if self._settings.policy.replicate:
+        if self._settings.scheduler.replicate:
             return self._servers.least_loaded()
         if spec.group_id not in self._server_of_group:
             self._server_of_group[spec.group_id] = self._servers.least_loaded()
@@ -362,11 +359,10 @@ class Simulation:
         self._last_step = (now_s, self._learner.worked_s(), empty_s)
         lasted_s = max(now_s - began_s, 1e-9)
         staleness = _mean(self._staleness_of_step)
-        assert self._settings.auto_ratio is not None
         measured = StepMeasurement(
             learner_idle=min(1.0, max(0.0, 1 - (self._learner.worked_s() - busy_s) / lasted_s)),
             server_idle=min(1.0, max(0.0, (empty_s - was_empty_s) / lasted_s)),
-            effective_sample_size=min(1.0, max(0.0, self._settings.auto_ratio.sample_size(staleness))),
+            effective_sample_size=min(1.0, max(0.0, self._settings.sample_size(staleness))),
         )
         if controller.update(measured).changed:
             self._scheduler.set_async_ratio(controller.async_ratio)
@@ -389,8 +385,8 @@ class Simulation:
     def _settle(self, group_id: str, trained: Collection[str] = ()) -> None:
         """Count every started episode of the group, with its planned tokens and its time without other load."""
         self._server_of_group.pop(group_id, None)
-        policy = self._settings.policy
-        for replica in range(policy.replicas + policy.group_size):
+        scheduler = self._settings.scheduler
+        for replica in range(scheduler.replicas + scheduler.group_size):
             episode_id = f"{group_id}-r{replica}"
             self._scored_s.pop(episode_id, None)
             plan = self._plans.pop(episode_id, None)

@@ -1,56 +1,17 @@
-"""Requeued tasks, with a limit per task, and the detection of runs without progress. No clock, no I/O."""
+"""Detects a run that trains nothing: groups that are lost, and steps without signal. No clock, no I/O."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable
+from collections import Counter
 
-from roll_flash.scheduling.group_queues import OpenGroup
-from roll_flash.scheduling.policy import SchedulingPolicy
-from roll_flash.types import Task
-
-
-class RequeuedTasks:
-    """Tasks to play again, oldest first. `max_requeues_per_group`: maximum requeues per task after stale groups."""
-
-    def __init__(self, max_requeues_per_group: int) -> None:
-        self._max_requeues = max_requeues_per_group
-        self._waiting: deque[tuple[Task, int]] = deque()
-        self.requeued = 0
-        """Number of groups whose task was requeued."""
-        self.given_up = 0
-        """Number of groups whose task was dropped because it had reached `max_requeues_per_group`."""
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def waiting(self) -> list[tuple[Task, int]]:
-        """Tasks with their number of requeues, oldest first."""
-        return list(self._waiting)
-
-    def restore(self, waiting: Iterable[tuple[Task, int]]) -> None:
-        """Add the `waiting` tasks of an earlier run."""
-        self._waiting.extend(waiting)
-
-    def requeue(self, group: OpenGroup) -> None:
-        """Requeue the task of a stale group, or give it up at the limit."""
-        if group.requeues >= self._max_requeues:
-            self.given_up += 1
-        else:
-            self.requeued += 1
-            self._waiting.append((group.task, group.requeues + 1))
-
-    def pop(self) -> tuple[Task, int] | None:
-        """Return the next task and its number of requeues; None if the queue is empty."""
-        return self._waiting.popleft() if self._waiting else None
+from roll_flash.config.sections.scheduler import SchedulerConfig
 
 
 class ProgressMonitor:
     """Counts consecutive lost groups and consecutive steps without signal, and describes the `problem`."""
 
-    def __init__(self, policy: SchedulingPolicy) -> None:
-        self._policy = policy
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
         self._lost_in_a_row = 0
         self._causes: Counter[str] = Counter()
         self._steps_without_signal = 0
@@ -80,18 +41,18 @@ class ProgressMonitor:
     @property
     def steps_without_signal(self) -> int:
         """Number of consecutive steps, up to the last one, in which no group had signal; 0 without a filter."""
-        return self._steps_without_signal if self._policy.group_filter is not None else 0
+        return self._steps_without_signal if self._config.drop_groups_without_signal else 0
 
     @property
     def problem(self) -> str | None:
         """Reason to stop the run, in one line with a remedy; None while there is progress."""
-        if self._lost_in_a_row >= self._policy.max_lost_groups_in_a_row:
+        if self._lost_in_a_row >= self._config.max_failures_in_a_row:
             causes = ", ".join(f"{cause} {count}" for cause, count in self._causes.most_common())
             return (
                 f"the last {self._lost_in_a_row} groups could not be trained ({causes or 'no cause is known'}); "
                 "mend what fails, or raise rollout.retries or scheduler.max_failures_in_a_row"
             )
-        if self.steps_without_signal >= self._policy.max_steps_without_signal:
+        if self.steps_without_signal >= self._config.max_steps_without_signal:
             return (
                 f"no group of the last {self.steps_without_signal} steps had replicas with different rewards, so "
                 "nothing can be learned; choose easier or harder tasks, a higher temperature, or raise "
