@@ -40,7 +40,6 @@ from roll_flash.processes.ray.watch import ANSWER_TIMEOUT_S, watching_ray
 from roll_flash.processes.supervise import sweep_semaphores
 from roll_flash.resume import Resumed, read_state, resume
 from roll_flash.rollout.elastic import ElasticParts
-from roll_flash.rollout.episode_log import EpisodeFiles
 from roll_flash.rollout.episodes.episode import Deadlines
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.live_figures import LiveFigures
@@ -563,7 +562,7 @@ def _open_rollout(
     start: Start,
     resumed: Resumed | None,
     fleet: WorkerFleet,
-    episodes: EpisodeFiles,
+    episodes: EpisodesWriter,
     stream: TrajectoryStream,
     version: int,
 ) -> Rollout:

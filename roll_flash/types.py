@@ -96,6 +96,10 @@ class EpisodeSpec:
     played: tuple[bytes, ...] = ()
     """Turns that it had finished before it was interrupted (`roll_flash.rollout.turns`)."""
 
+    def failed(self, cause: FailureCause, message: str, turn: int = 0) -> EpisodeFailure:
+        """Return its failure in this turn."""
+        return EpisodeFailure(self.episode_id, self.group_id, self.task, cause, message, turn, self.attempt)
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:

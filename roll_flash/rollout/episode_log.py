@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
+from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.processes.background import call_in_thread, start_background
 from roll_flash.rollout.turns import TurnFile
-from roll_flash.rollout.worker import Outcome
 from roll_flash.run.journal import Event, Journal
 from roll_flash.stream.blocks import fetch_lines
 from roll_flash.types import EpisodeFailure, FinishedEpisode, StoredTrajectory
@@ -24,20 +23,6 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 30.0
 GROUP_COMMIT_S = 0.05
 """Minimum time between two waits for the disk, which take milliseconds each."""
-
-
-class EpisodeFiles(Protocol):
-    """Files with every outcome and every dropped group."""
-
-    def write(self, step: int, outcome: Outcome) -> None: ...
-
-    def write_line(self, step: int, line: bytes) -> None:
-        """Write an episode that a worker has encoded."""
-        ...
-
-    def write_dropped(self, step: int, group: Mapping[str, Any]) -> None: ...
-
-    def sync(self) -> None: ...
 
 
 Ended = tuple[int, FinishedEpisode | EpisodeFailure]
@@ -60,7 +45,7 @@ it is on the disk."""
 class EpisodeLog:
     """Queue of ended episodes and events, and the task that writes them."""
 
-    def __init__(self, files: EpisodeFiles, journal: Journal | None = None, turns: TurnFile | None = None) -> None:
+    def __init__(self, files: EpisodesWriter, journal: Journal | None = None, turns: TurnFile | None = None) -> None:
         self._files = files
         self._journal = journal
         self._turns = turns

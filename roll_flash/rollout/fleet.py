@@ -168,31 +168,29 @@ class WorkerFleet:
 
     async def status(self, timeout_s: float = CALL_TIMEOUT_S) -> list[EpisodeStatus]:
         """Return the status of every running episode; workers that do not answer are left out."""
-        calls = (_within(m.actor.status.remote(), timeout_s, "status") for m in self._members)
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        return [status for answer in answers if isinstance(answer, list) for status in answer]
+        return [status for answer in await self._ask_all("status", timeout_s) for status in answer]
 
     async def states(self, timeout_s: float) -> Counter[str]:
         """Count the running episodes by state (`Worker.states`), without those of workers that do not answer."""
-        calls = (_within(m.actor.states.remote(), timeout_s, "states") for m in self._members)
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        return sum((answer for answer in answers if isinstance(answer, Counter)), Counter())
+        return sum(await self._ask_all("states", timeout_s), Counter())
 
     async def client_metrics(self) -> dict[str, float]:
         """Return the combined metrics of the workers' model-server clients."""
-        calls = (_within(m.actor.client_metrics.remote(), CALL_TIMEOUT_S, "client_metrics") for m in self._members)
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        return combined(answer for answer in answers if isinstance(answer, dict))
+        return combined(await self._ask_all("client_metrics"))
 
     async def sandbox_metrics(self) -> dict[str, float]:
         """Return the combined metrics of the workers' sandbox pools; empty without pools."""
-        calls = (_within(m.actor.pool_stats.remote(), CALL_TIMEOUT_S, "pool_stats") for m in self._members)
-        answers = await asyncio.gather(*calls, return_exceptions=True)
         total = PoolStats()
-        pools = [answer for answer in answers if isinstance(answer, PoolStats)]
+        pools = [stats for stats in await self._ask_all("pool_stats") if stats is not None]
         for pool in pools:
             total.merge(pool)
         return total.as_metrics() if pools else {}
+
+    async def _ask_all(self, method: str, timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
+        """Call a method of all workers; return the answers of those that do answer."""
+        calls = (_within(getattr(m.actor, method).remote(), timeout_s, method) for m in self._members)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     @property
     def size(self) -> int:
@@ -278,7 +276,7 @@ class WorkerFleet:
             self._place(episodes, await self._ready_members())
         except RollFlashError as error:
             for spec in episodes:
-                self._deliver(_worker_died(spec, str(error)))
+                self._deliver(spec.failed("worker_died", str(error)))
 
     async def _ready_members(self) -> list[_WorkerHandle]:
         """Return the workers that can take episodes; wait for one if all are being replaced."""
@@ -325,7 +323,7 @@ class WorkerFleet:
         options = {**reserved, "max_restarts": 0, "max_concurrency": 1000}
         actor: Any = remote_class.options(**options).remote(self._settings)
         try:
-            start = unless_lost(actor.start.remote(f"rollout {part}"), self._places, part)
+            start = unless_lost(actor.open.remote(f"rollout {part}"), self._places, part)
             await _within(start, START_TIMEOUT_S, "start")
         except BaseException:
             ray.kill(actor)
@@ -365,7 +363,7 @@ class WorkerFleet:
         with doing(f"rollout worker {member.index}", "no answer", announced_s=POLL_S, then=then) as answer:
             while True:
                 try:
-                    poll, *stored = member.actor.poll.options(num_returns=4).remote(POLL_S)
+                    poll, *stored = member.actor.collect.options(num_returns=4).remote(POLL_S)
                     outcomes, turns = await _within(poll, limit_s, "poll")
                 except WORKER_DIED as error:
                     await self._replace(member, f"died: {_first_line(error)}")
@@ -439,7 +437,7 @@ class WorkerFleet:
     def _fail(self, member: _WorkerHandle, episodes: Iterable[EpisodeSpec], message: str) -> None:
         for spec in episodes:
             if member.episodes.pop(spec.episode_id, None) is not None:
-                self._deliver(_worker_died(spec, message))
+                self._deliver(spec.failed("worker_died", message))
 
     def _deliver(self, outcome: Ended) -> None:
         self._forget(outcome.episode_id)
@@ -505,10 +503,6 @@ async def _whole(ended: Sequence[Ended]) -> list[Outcome]:
     data = [outcome.data for outcome in ended if isinstance(outcome, FinishedEpisode)]
     trajectories = iter(await call_in_thread(lambda: fetch_trajectories(data)))
     return [outcome if isinstance(outcome, EpisodeFailure) else next(trajectories) for outcome in ended]
-
-
-def _worker_died(spec: EpisodeSpec, message: str) -> EpisodeFailure:
-    return EpisodeFailure(spec.episode_id, spec.group_id, spec.task, "worker_died", message, 0, spec.attempt)
 
 
 def _first_line(error: BaseException) -> str:

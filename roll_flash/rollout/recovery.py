@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll_flash.run.journal import Event
+from roll_flash.scheduling.group_queues import group_id_of
 from roll_flash.scheduling.tasks import TaskSource
 from roll_flash.types import FinishedGroup, Task
 
@@ -24,7 +25,7 @@ class RestoredGroup:
 
     @property
     def group_id(self) -> str:
-        return group_id(self.number)
+        return group_id_of(self.number)
 
 
 @dataclass(slots=True)
@@ -142,7 +143,3 @@ class Recovery:
                 raise ValueError(f"the task source has ended where it drew {name!r} before") from None
             if drawn.task_id != name:
                 raise ValueError(f"the task source draws {drawn.task_id!r} where it drew {name!r} before")
-
-
-def group_id(number: int) -> str:
-    return f"g{number:08d}"

@@ -11,15 +11,16 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from roll_flash.config.tree import Config
 from roll_flash.errors import RunError
+from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.monitor.metrics import LEARNER_IDLE, SERVERS_IDLE
 from roll_flash.processes.background import error_of, start_background
-from roll_flash.rollout.episode_log import EpisodeFiles, EpisodeLog
+from roll_flash.rollout.episode_log import EpisodeLog
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.recovery import MicroBatches, Recovery
 from roll_flash.rollout.turns import SentTurn, TurnFile
@@ -42,7 +43,7 @@ class Rollout:
         config: Config,
         fleet: WorkerFleet,
         tasks: TaskSource,
-        files: EpisodeFiles,
+        files: EpisodesWriter,
         stream: TrajectoryStream,
         *,
         version: int = 0,
@@ -92,8 +93,6 @@ class Rollout:
         """Set while a step waits for groups."""
         self._longest_s = 0.0
         """Longest episode so far, in seconds."""
-        self._started: dict[str, float] = {}
-        """Running episodes, in the order in which they were started, with that time."""
         self._idle_since: float | None = None
         self._idle_s = 0.0
         self._background: asyncio.Task[None] | None = None
@@ -161,7 +160,7 @@ class Rollout:
         if steps := self.scheduler.steps_without_signal:
             in_a_row = f" ({steps} steps in a row)" if steps > 1 else ""
             self._notices.append(f"nothing was learned: no group had replicas with different rewards{in_a_row}")
-        await self._cancel(self.scheduler.take_cancelled())
+        await self._fleet.cancel(self.scheduler.take_cancelled())
         self._changed.set()
 
     def published(self, version: int) -> None:
@@ -322,13 +321,11 @@ class Rollout:
                 self._changed.clear()
                 self.scheduler.now_s = time.monotonic()
                 if cancelled := self.scheduler.take_cancelled():
-                    await self._cancel(cancelled)
+                    await self._fleet.cancel(cancelled)
                 self._end_dropped()  # before a dropped task is admitted again: the journal has it in this order
                 self._admit()
                 free = self._max_concurrent - self.scheduler.running
                 if episodes := self.scheduler.next_episodes(free):
-                    now_s = time.monotonic()
-                    self._started |= {episode.episode_id: now_s for episode in episodes}
                     await self._fleet.submit(episodes, self._receive)
                 self._note_idleness()
                 if self._tasks_ended:
@@ -338,14 +335,8 @@ class Rollout:
             self.fail(error)
             raise
 
-    async def _cancel(self, episode_ids: Sequence[str]) -> None:
-        for episode_id in episode_ids:
-            self._started.pop(episode_id, None)
-        await self._fleet.cancel(episode_ids)
-
     def _note_progress(self, outcome: FinishedEpisode | EpisodeFailure) -> None:
         self._last_progress = self.scheduler.now_s = time.monotonic()
-        self._started.pop(outcome.episode_id, None)
         if self._waiting is not None:
             if isinstance(outcome, FinishedEpisode):
                 self._longest_s = max(self._longest_s, outcome.finished_s - outcome.started_s)
@@ -355,11 +346,11 @@ class Rollout:
                 self._waiting.begin()
 
     def _describe_wait(self) -> str:
-        if not self._started:
+        if (oldest := self.scheduler.oldest_running()) is None:
             return "no episode is running"
-        name, started_s = next(iter(self._started.items()))
+        name, started_s = oldest
         since_s = time.monotonic() - started_s
-        return f"waiting for {len(self._started)} episodes, the oldest ({name}) since {since_s:.0f} s"
+        return f"waiting for {self.scheduler.running} episodes, the oldest ({name}) since {since_s:.0f} s"
 
     def _note_log_failure(self, log: asyncio.Task[None]) -> None:
         if (error := error_of(log)) is not None:

@@ -1,7 +1,7 @@
 """Rollout worker: runs hundreds of episodes, one asyncio task each, in one process.
 
-`Worker` needs no Ray; `WorkerActor` wraps it in a Ray actor. The fleet fetches outcomes in batches with one long poll
-at a time, so there is no Ray call per token or per turn.
+`Worker` needs no Ray; `WorkerActor` is a Ray actor. The fleet fetches outcomes in batches with one long poll at a time,
+so there is no Ray call per token or per turn.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 from roll_flash.chat.rendered_conversation import Thinking
 from roll_flash.config.tree import SandboxConfig
 from roll_flash.engines.inference import ClientSpec, InferenceClient
+from roll_flash.envs.hosting.environment_threads import EnvironmentThreads
 from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMaker
 from roll_flash.envs.hosting.sandbox_lease import LazySandbox, default_spec, open_pool
 from roll_flash.errors import first_line
@@ -31,13 +32,12 @@ from roll_flash.processes.background import first_failure
 from roll_flash.processes.garbage import rare_collections
 from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.rollout.episodes.conversation import ChatPolicy, Policy, TokenPolicy
-from roll_flash.rollout.episodes.environment_threads import EnvironmentThreads
 from roll_flash.rollout.episodes.episode import Deadlines, Progress, run_episode, with_success
 from roll_flash.rollout.turns import DivergedError, EpisodeTurns, SentTurn
 from roll_flash.sandboxes import Sandbox, SandboxPool
 from roll_flash.sandboxes.pool.stats import PoolStats
 from roll_flash.stream.blocks import TokenBlock, hand_in
-from roll_flash.types import EpisodeFailure, EpisodeSpec, FailureCause, FinishedEpisode, Trajectory
+from roll_flash.types import EpisodeFailure, EpisodeSpec, FinishedEpisode, Trajectory
 from roll_flash.watchdog.loop_watch import LoopWatch
 from roll_flash.watchdog.stacks import register_stacks
 
@@ -298,7 +298,7 @@ class Worker:
         if not running.is_over:
             waits_for, turn = running.progress.waits_for, running.progress.turn
             what = f"{type(error).__name__}: {error}" if error else f"cancelled from within, waiting for {waits_for}"
-            self._end(running, _failure(spec, "internal_error", what, turn))
+            self._end(running, spec.failed("internal_error", what, turn))
 
     def _policy(self, spec: EpisodeSpec, turns: EpisodeTurns) -> Policy:
         if self._chat_client is not None:
@@ -334,11 +334,7 @@ def picklable_outcome(outcome: Outcome, spec: EpisodeSpec) -> Outcome:
         return outcome
     except BaseException as error:  # __str__ of users' objects may raise anything, also SystemExit
         message = f"the episode's info or messages cannot be sent: {type(error).__name__}: {error}"
-        return _failure(spec, "env_error", message, len(outcome.turns))
-
-
-def _failure(spec: EpisodeSpec, cause: FailureCause, message: str, turn: int) -> EpisodeFailure:
-    return EpisodeFailure(spec.episode_id, spec.group_id, spec.task, cause, message, turn, spec.attempt)
+        return spec.failed("env_error", message, len(outcome.turns))
 
 
 def _info(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -359,14 +355,16 @@ def _name(key: Any) -> str:
     return key if isinstance(key, str) else f"a {type(key).__name__}"
 
 
-class WorkerActor:
-    """`Worker` as a Ray actor: `ray.remote(WorkerActor)`. Ray runs the coroutines of an actor on one event loop."""
+class WorkerActor(Worker):
+    """`Worker` as a Ray actor: `ray.remote(WorkerActor)`. Ray runs all methods of an actor with coroutines on one event
+    loop."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        self._settings = settings
+        super().__init__(settings)
         self._until_closed = ExitStack()
 
-    async def start(self, name: str = "rollout worker") -> None:
+    async def open(self, name: str = "rollout worker") -> None:
+        """Start. `name`: of the worker in messages and in the files of stacks."""
         self._name = name
         register_stacks(self._settings.run.rpartition("-")[0], name)
         if self._settings.folder is not None and self._settings.folder.is_dir():
@@ -374,8 +372,7 @@ class WorkerActor:
         importlib.invalidate_caches()  # modules may have been sent here after this process began
         self._watch = LoopWatch()
         self._failure = self._until_closed.enter_context(first_failure())
-        self._worker = Worker(self._settings)
-        await self._worker.start()
+        await self.start()
         self._until_closed.enter_context(rare_collections())
 
     async def unreachable_servers(self) -> list[str]:
@@ -385,40 +382,25 @@ class WorkerActor:
         model = self._settings.model
         return await unreachable(model) if isinstance(model, ClientSpec) else []
 
-    async def use(self, model: ClientSpec) -> None:
-        await self._worker.use(model)
+    def update(self, submit: list[EpisodeSpec], cancel: list[str]) -> None:
+        self.submit(submit)
+        self.cancel(cancel)
 
-    async def update(self, submit: list[EpisodeSpec], cancel: list[str]) -> None:
-        self._worker.submit(submit)
-        self._worker.cancel(cancel)
-
-    async def poll(
+    async def collect(
         self, timeout_s: float
     ) -> tuple[tuple[list[FinishedEpisode | EpisodeFailure], list[SentTurn]], TokenBlock, list[bytes], list[bytes]]:
-        """Return the outcomes of `Worker.poll` as the four objects of `hand_in`; with the first come finished turns.
+        """Return the outcomes of `poll` as the four objects of `hand_in`; with the first come finished turns.
         Raises the first error of this process's background tasks."""
         self._failure.raise_error()
-        outcomes = await self._worker.poll(timeout_s)
-        turns = self._worker.take_turns()
+        outcomes = await self.poll(timeout_s)
+        turns = self.take_turns()
         ended, tokens, texts, lines = await asyncio.to_thread(hand_in, outcomes, self._name)
         return (ended, turns), tokens, texts, lines
-
-    async def status(self) -> list[EpisodeStatus]:
-        return self._worker.status()
-
-    async def states(self) -> Counter[str]:
-        return self._worker.states()
-
-    async def client_metrics(self) -> dict[str, float]:
-        return self._worker.client_metrics()
-
-    async def pool_stats(self) -> PoolStats | None:
-        return self._worker.pool_stats()
 
     async def stuck_at(self) -> str:
         """Return the code that blocks the event loop. Call it in another concurrency group: that has its own loop."""
         return self._watch.place()
 
     async def close(self) -> None:
-        await self._worker.close()
+        await super().close()
         self._until_closed.close()

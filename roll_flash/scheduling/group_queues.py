@@ -89,6 +89,10 @@ class SubmissionOrder(DeadlineBuckets):
         self._waiting.pop(number, None)
 
 
+def group_id_of(number: int) -> str:
+    return f"g{number:08d}"
+
+
 DropReason = Literal["stale", "too_few_trajectories", "surplus", "no_signal"]
 
 

@@ -24,7 +24,14 @@ from dataclasses import replace
 
 from roll_flash.config.sections.scheduler import SchedulerConfig
 from roll_flash.scheduling.batches import Batches
-from roll_flash.scheduling.group_queues import DeadlineBuckets, DroppedGroup, DropReason, OpenGroup, SubmissionOrder
+from roll_flash.scheduling.group_queues import (
+    DeadlineBuckets,
+    DroppedGroup,
+    DropReason,
+    OpenGroup,
+    SubmissionOrder,
+    group_id_of,
+)
 from roll_flash.scheduling.progress import ProgressMonitor
 from roll_flash.scheduling.selection_bias import SelectionBias
 from roll_flash.scheduling.staleness import StalenessRule
@@ -154,6 +161,12 @@ class Scheduler:
     def running(self) -> int:
         return len(self._running)
 
+    def oldest_running(self) -> tuple[str, float] | None:
+        """Return the episode that was started first, with that time in seconds; None if none is running."""
+        for episode_id, group in self._running.items():
+            return episode_id, group.started_s[episode_id]
+        return None
+
     @property
     def running_ids(self) -> Collection[str]:
         return self._running.keys()
@@ -272,7 +285,7 @@ class Scheduler:
         return group
 
     def _add_group(self, task: Task, requeues: int) -> OpenGroup:
-        group = OpenGroup(self._next_group, f"g{self._next_group:08d}", task, requeues=requeues)
+        group = OpenGroup(self._next_group, group_id_of(self._next_group), task, requeues=requeues)
         self._next_group += 1
         self.admitted += 1
         self._groups[group.group_id] = group

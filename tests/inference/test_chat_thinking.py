@@ -27,8 +27,8 @@ from roll_flash.gateway.sessions.session import Session, SessionSettings
 from roll_flash.gateway.token_backend import TokenBackend
 from roll_flash.inference.client.token_client import open_client
 from roll_flash.models.tiny import vocabulary, write_tokenizer
-from roll_flash.rollout.episodes.conversation import TokenArrays, TokenPolicy
-from roll_flash.types import Message, SamplingParams
+from roll_flash.rollout.episodes.conversation import TokenPolicy
+from roll_flash.types import Branch, Message, SamplingParams
 from tests.inference.conftest import MAX_MODEL_LEN, Served
 
 USER = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -115,7 +115,7 @@ def play(served: Served, tokenizer: Any, thinking: Thinking, seed: int) -> tuple
     return served.run(turns())
 
 
-def require_trained_as_served(served: Served, recorded: Recorded, samples: list[TokenArrays]) -> None:
+def require_trained_as_served(served: Served, recorded: Recorded, samples: list[Branch]) -> None:
     """Every call is the beginning of a sample, its tokens are policy tokens of exactly this one, and plain transformers
     gives them the log-probabilities with which they were sampled."""
     trained = [np.zeros(len(sample.token_ids), bool) for sample in samples]
@@ -225,7 +225,7 @@ def test_an_agents_conversation_is_stripped_too(served: Served, tmp_path: Path) 
 
     recorded, session = served.run(ask())
     samples = [
-        TokenArrays(one.token_ids, one.policy_mask, one.logprobs, one.versions, one.prompt_length)
+        Branch(one.token_ids, one.policy_mask, one.logprobs, one.versions, (), (), one.prompt_length)
         for one in session.history.samples()
     ]
     require_trained_as_served(served, recorded, samples)

@@ -18,6 +18,7 @@ import pytest
 
 from roll_flash.config.tree import RolloutConfig
 from roll_flash.envs import Env, ToolEnv, register_env, reward, tool
+from roll_flash.envs.hosting.environment_threads import EnvironmentThreads
 from roll_flash.envs.hosting.environments import (
     AsyncEnvironment,
     BadRewardError,
@@ -28,11 +29,10 @@ from roll_flash.envs.hosting.environments import (
 )
 from roll_flash.errors import ConfigError, InferenceError, ModelError
 from roll_flash.processes.background import call_in_thread
-from roll_flash.rollout.episodes.conversation import Action, ContextFullError, TokenArrays
-from roll_flash.rollout.episodes.environment_threads import EnvironmentThreads
+from roll_flash.rollout.episodes.conversation import Action, ContextFullError
 from roll_flash.rollout.episodes.episode import Deadlines, Progress, run_episode
 from roll_flash.sandboxes import SandboxError
-from roll_flash.types import EpisodeFailure, EpisodeSpec, Message, SamplingParams, Task, Trajectory
+from roll_flash.types import Branch, EpisodeFailure, EpisodeSpec, Message, SamplingParams, Task, Trajectory
 
 DEADLINES = Deadlines(generate_s=1.0, step_s=1.0, episode_s=60.0)
 PATIENT = Deadlines(60.0, 60.0, 60.0)
@@ -68,11 +68,11 @@ class ScriptedPolicy:
     def messages(self) -> tuple[Message, ...]:
         return tuple(self._messages)
 
-    def samples(self) -> list[TokenArrays]:
+    def samples(self) -> list[Branch]:
         count = self._said + 1
         mask = np.arange(count) > 0
         tokens, versions = np.arange(count, dtype=np.int32), np.where(mask, 0, -1).astype(np.int32)
-        return [TokenArrays(tokens, mask, np.zeros(count, np.float32), versions, prompt_length=1)]
+        return [Branch(tokens, mask, np.zeros(count, np.float32), versions, (), (), prompt_length=1)]
 
 
 class Echo(Env):

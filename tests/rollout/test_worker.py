@@ -21,10 +21,10 @@ from roll_flash.chat.tokenizer import load_tokenizer
 from roll_flash.config.tree import SandboxConfig
 from roll_flash.engines.inference import ClientSpec
 from roll_flash.envs import Env, SandboxEnv, register_env
+from roll_flash.envs.hosting import environment_threads
+from roll_flash.envs.hosting.environment_threads import EnvironmentThreads
 from roll_flash.errors import EnvError
 from roll_flash.models.prepare import resolve_model
-from roll_flash.rollout.episodes import environment_threads
-from roll_flash.rollout.episodes.environment_threads import EnvironmentThreads
 from roll_flash.rollout.episodes.episode import Deadlines, with_success
 from roll_flash.rollout.worker import Outcome, Worker, WorkerSettings, picklable_outcome
 from roll_flash.scheduling.tasks import make_task

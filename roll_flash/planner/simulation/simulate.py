@@ -314,7 +314,7 @@ class Simulation:
     def _outcome(self, episode: _Episode) -> FinishedEpisode | EpisodeFailure:
         spec = episode.spec
         if episode.plan.fails:
-            return EpisodeFailure(spec.episode_id, spec.group_id, spec.task, "env_error", "", 0, spec.attempt)
+            return spec.failed("env_error", "")
         counts: Counter[int] = Counter()
         for version, tokens in episode.spans:
             counts[version] += tokens

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from roll_flash.chat.rendered_conversation import Thinking, open_conversation
 from roll_flash.chat.templates import Arrays, Tools, chat_template_of
@@ -22,7 +21,7 @@ from roll_flash.envs.tools.tool_chat import ToolChat, ToolsShown, calls_as_text,
 from roll_flash.errors import RollFlashError
 from roll_flash.rollout.episodes.prefix import PrefixTurn
 from roll_flash.rollout.turns import EpisodeTurns, checksum_of_prompt
-from roll_flash.types import FinishReason, Message, SamplingParams
+from roll_flash.types import Branch, FinishReason, Message, SamplingParams
 
 if TYPE_CHECKING:
     from roll_flash.chat.openai_client import ChatReply, OpenAIChatClient
@@ -47,19 +46,6 @@ class Action:
     """None (as `completion_tokens`) if the endpoint does not report it."""
     completion_tokens: int | None = None
     server: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenArrays:
-    """The arrays of a `Trajectory` or a `Branch`, each of shape [T]."""
-
-    token_ids: NDArray[np.int32]
-    policy_mask: NDArray[np.bool_]
-    logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
-    prompt_length: int
-    routed_experts: NDArray[np.int16] | None = None
-    """[T, layers, k]"""
 
 
 class ContextFullError(RollFlashError):
@@ -88,8 +74,8 @@ class Policy(Protocol):
 
     def messages(self) -> tuple[Message, ...]: ...
 
-    def samples(self) -> list[TokenArrays]:
-        """Return the samples of the episode, at least one."""
+    def samples(self) -> list[Branch]:
+        """Return the samples of the episode, at least one, without turns and messages."""
         ...
 
 
@@ -169,22 +155,24 @@ class TokenPolicy:
     def messages(self) -> tuple[Message, ...]:
         return tuple(self._conversation.messages)
 
-    def samples(self) -> list[TokenArrays]:
+    def samples(self) -> list[Branch]:
         return [_up_to_last_word(arrays) for arrays in self._conversation.samples()]
 
 
-def _up_to_last_word(arrays: Arrays) -> TokenArrays:
+def _up_to_last_word(arrays: Arrays) -> Branch:
     """Return the arrays up to the model's last token: an observation without an answer trains nothing, and one that
     filled the context may be a million tokens long."""
     written = np.flatnonzero(arrays.policy_mask)
     end = int(written[-1]) + 1 if len(written) else len(arrays.token_ids)
-    return TokenArrays(
+    return Branch(
         arrays.token_ids[:end],
         arrays.policy_mask[:end],
         arrays.logprobs[:end],
         arrays.versions[:end],
-        int(written[0]) if len(written) else end,
-        None if arrays.routed_experts is None else arrays.routed_experts[:end],
+        turns=(),
+        messages=(),
+        prompt_length=int(written[0]) if len(written) else end,
+        routed_experts=None if arrays.routed_experts is None else arrays.routed_experts[:end],
     )
 
 
@@ -267,10 +255,6 @@ class ChatPolicy:
             for message in self._messages
         )
 
-    def samples(self) -> list[TokenArrays]:
-        empty = np.empty(0)
-        return [
-            TokenArrays(
-                empty.astype(np.int32), empty.astype(np.bool_), empty.astype(np.float32), empty.astype(np.int32), 0
-            )
-        ]
+    def samples(self) -> list[Branch]:
+        versions = np.empty(0, np.int32)
+        return [Branch(np.empty(0, np.int32), np.empty(0, np.bool_), np.empty(0, np.float32), versions, (), (), 0)]

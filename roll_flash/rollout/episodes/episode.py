@@ -19,11 +19,11 @@ from roll_flash.envs.hosting.environments import AsyncEnvironment, BadRewardErro
 from roll_flash.envs.tools.tool_chat import declared_tools
 from roll_flash.errors import InferenceError, ModelError
 from roll_flash.processes.background import ends_this_task
-from roll_flash.rollout.episodes.conversation import ContextFullError, Policy
+from roll_flash.rollout.episodes.conversation import Action, ContextFullError, Policy
 from roll_flash.rollout.episodes.prefix import Prefix, PrefixError
 from roll_flash.rollout.turns import DivergedError, EpisodeTurns
 from roll_flash.sandboxes import SandboxError
-from roll_flash.types import Branch, EpisodeEnd, EpisodeFailure, EpisodeSpec, FailureCause, Message, Trajectory, Turn
+from roll_flash.types import EpisodeEnd, EpisodeFailure, EpisodeSpec, FailureCause, Message, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +88,12 @@ async def run_episode(
 ) -> Trajectory | EpisodeFailure:
     """Play `spec` and return its trajectory or failure. Raises only on cancellation, and DivergedError if its recorded
     turns cannot be played again. `turns`: those that `policy` has too."""
-    started_s = time.time()
+    episode = _Episode(spec, policy, deadlines, progress, turns)
     progress.ends_at = time.monotonic() + deadlines.episode_s
     cause: FailureCause
     try:
         async with asyncio.timeout(deadlines.episode_s):
-            return await _play(spec, open_env, policy, deadlines, progress, play_agent, turns)
+            return await episode.play(open_env, play_agent)
     except DivergedError:
         raise
     except EpisodeFailed as failure:
@@ -106,60 +106,173 @@ async def run_episode(
     except Exception as error:  # a bug in ROLL Flash: the group must not wait for this episode forever
         logger.exception("episode %s", spec.episode_id)
         cause, message = "internal_error", f"{type(error).__name__}: {error}"
-    return EpisodeFailure(
-        spec.episode_id,
-        spec.group_id,
-        spec.task,
-        cause,
-        message,
-        progress.turn,
-        spec.attempt,
-        progress.prompt_tokens,
-        progress.completion_tokens,
-        started_s,
-        time.time(),
+    return replace(
+        spec.failed(cause, message, progress.turn),
+        prompt_tokens=progress.prompt_tokens,
+        completion_tokens=progress.completion_tokens,
+        started_s=episode.started_s,
+        finished_s=time.time(),
     )
 
 
-async def _play(
-    spec: EpisodeSpec,
-    open_env: Callable[[], Awaitable[AsyncEnvironment]],
-    policy: Policy,
-    deadlines: Deadlines,
-    progress: Progress,
-    play_agent: PlayAgent | None,
-    turns: EpisodeTurns | None,
-) -> Trajectory:
-    started_s = time.time()
-    progress.now("make")
-    async with environment_errors(deadlines.step_s, "make"):
-        env = await open_env()
-    try:
-        env.allow(deadlines.step_s, deadlines.episode_s)
-        if turns is not None and not env.is_deterministic:
-            turns.stop()
-        prefix = Prefix.of(spec.task)
-        prefix.require_repeatable(env)
-        if prefix.turns and len(prefix.turns) >= spec.max_turns:
-            raise EpisodeFailed("env_error", f"recorded turns are all of the {spec.max_turns} that max_turns allows")
-        progress.now("reset")
-        async with environment_errors(deadlines.step_s, "reset"):
-            messages, about = await env.reset(spec.task.seed)
-        prefix.check_opening(messages)
-        tools, info = declared_tools(about)
-        if env.runs_own_loop:
-            trajectory = await _play_itself(spec, env, deadlines, progress, play_agent)
-        elif not messages:
-            raise EpisodeFailed("env_error", "reset returned an empty observation; say what the task is")
-        else:
-            await _tokenise_messages(lambda given: policy.begin(given, tools), messages)
-            trajectory = await _play_steps(spec, env, policy, deadlines, progress, prefix, turns, started_s)
-        progress.now("close")
-    finally:
-        close_error = await _close(env, deadlines.step_s)
-    info = {**info, **trajectory.info, **({"close_error": close_error} if close_error else {})}
-    success = info.get("success")
-    return replace(trajectory, info=info, success=None if success is None else bool(success))
+class _Episode:
+    """An episode while it is played."""
+
+    def __init__(
+        self, spec: EpisodeSpec, policy: Policy, deadlines: Deadlines, progress: Progress, turns: EpisodeTurns | None
+    ) -> None:
+        self._spec = spec
+        self._policy = policy
+        self._deadlines = deadlines
+        self._progress = progress
+        self._recorded = turns
+        self._prefix = Prefix()
+        self._turns: list[Turn] = []
+        self.started_s = time.time()
+
+    async def play(
+        self, open_env: Callable[[], Awaitable[AsyncEnvironment]], play_agent: PlayAgent | None
+    ) -> Trajectory:
+        self._prefix = Prefix.of(self._spec.task)
+        deadlines, progress = self._deadlines, self._progress
+        progress.now("make")
+        async with environment_errors(deadlines.step_s, "make"):
+            env = await open_env()
+        try:
+            env.allow(deadlines.step_s, deadlines.episode_s)
+            self._check_recorded_turns(env)
+            progress.now("reset")
+            async with environment_errors(deadlines.step_s, "reset"):
+                messages, about = await env.reset(self._spec.task.seed)
+            self._prefix.check_opening(messages)
+            tools, info = declared_tools(about)
+            if env.runs_own_loop:
+                if play_agent is None:
+                    reason = "the environment plays itself, and nothing here gives its agent a gateway"
+                    raise EpisodeFailed("env_error", reason)
+                trajectory = await play_agent(self._spec, env, deadlines, progress)
+            elif not messages:
+                raise EpisodeFailed("env_error", "reset returned an empty observation; say what the task is")
+            else:
+                await _tokenise_messages(lambda given: self._policy.begin(given, tools), messages)
+                trajectory = await self._play_steps(env)
+            progress.now("close")
+        finally:
+            close_error = await _close(env, deadlines.step_s)
+        info = {**info, **trajectory.info, **({"close_error": close_error} if close_error else {})}
+        success = info.get("success")
+        return replace(trajectory, info=info, success=None if success is None else bool(success))
+
+    def _check_recorded_turns(self, env: AsyncEnvironment) -> None:
+        if self._recorded is not None and not env.is_deterministic:
+            self._recorded.stop()
+        self._prefix.require_repeatable(env)
+        if self._prefix.turns and len(self._prefix.turns) >= self._spec.max_turns:
+            reason = f"recorded turns are all of the {self._spec.max_turns} that max_turns allows"
+            raise EpisodeFailed("env_error", reason)
+
+    async def _play_steps(self, env: AsyncEnvironment) -> Trajectory:
+        end, info = await self._play_turns(env)
+        turns, policy = self._turns, self._policy
+        if self._recorded is not None and self._recorded.continued:
+            info["continued_turns"] = self._recorded.continued
+        if end in ("max_turns", "context_limit"):
+            info |= await self._final_score(env)
+        if policy.tools_shown:
+            info["tools_shown"] = policy.tools_shown
+        own, *branches = policy.samples()
+        return Trajectory(
+            episode_id=self._spec.episode_id,
+            group_id=self._spec.group_id,
+            task=self._spec.task,
+            token_ids=own.token_ids,
+            policy_mask=own.policy_mask,
+            logprobs=own.logprobs,
+            versions=own.versions,
+            turns=tuple(turns),
+            messages=policy.messages(),
+            reward=sum(turn.reward for turn in turns),
+            success=None,
+            end=end,
+            prompt_length=own.prompt_length,
+            started_s=self.started_s,
+            finished_s=time.time(),
+            info=info,
+            branches=tuple(branches),
+            routed_experts=own.routed_experts,
+        )
+
+    async def _play_turns(self, env: AsyncEnvironment) -> tuple[EpisodeEnd, dict[str, Any]]:
+        """Play until the episode ends; return how, and the last `info` of the environment."""
+        spec, turns, progress, step_s = self._spec, self._turns, self._progress, self._deadlines.step_s
+        info: dict[str, Any] = {}
+        while len(turns) < spec.max_turns:
+            progress.require_running()
+            progress.turn = len(turns)
+            in_prefix = len(turns) < len(self._prefix.turns)
+            progress.now("the model")
+            started_s = time.time()
+            action = await self._next_action(in_prefix=in_prefix)
+            if action is None:
+                return "context_limit", info
+            progress.prompt_tokens += action.prompt_tokens or 0
+            progress.completion_tokens += action.completion_tokens or 0
+            progress.now("the environment's step")
+            started = time.monotonic()
+            async with environment_errors(step_s, "step"):
+                step = await env.step(action.text)
+            info = dict(step.info)
+            turns.append(
+                Turn(
+                    start=action.start,
+                    end=action.end,
+                    action=action.text,
+                    observation=step.text,
+                    reward=step.reward,
+                    finish_reason=action.finish_reason,
+                    generate_s=action.elapsed_s,
+                    step_s=time.monotonic() - started,
+                    prompt_tokens=action.prompt_tokens,
+                    completion_tokens=action.completion_tokens,
+                    started_s=started_s,
+                    server=action.server,
+                    in_prefix=in_prefix,
+                )
+            )
+            is_over = step.terminated or step.truncated
+            if in_prefix:
+                self._prefix.check_answer(len(turns) - 1, step)
+            elif self._recorded is not None:
+                self._recorded.answered(step, is_last=is_over or len(turns) == spec.max_turns)
+            if is_over:
+                return "terminated" if step.terminated else "truncated", info
+            await _tokenise_messages(self._policy.observe, step.messages)
+        return "max_turns", info
+
+    async def _next_action(self, *, in_prefix: bool) -> Action | None:
+        """Return the model's answer, or the recorded one; None if the context is full."""
+        generate_s, number = self._deadlines.generate_s, len(self._turns)
+        try:
+            if in_prefix:
+                return self._policy.repeat(self._prefix.turns[number])
+            return await self._policy.act(generate_s)
+        except ContextFullError as error:
+            if number == len(self._prefix.turns):
+                raise EpisodeFailed("prompt_too_long", str(error)) from None
+            return None
+        except TimeoutError:
+            raise EpisodeFailed("generate_timeout", f"no answer after {generate_s:g} s") from None
+        except InferenceError as error:
+            raise EpisodeFailed("generate_error", str(error)) from None
+
+    async def _final_score(self, env: AsyncEnvironment) -> Mapping[str, Any]:
+        """Ask for the final score of an episode that the environment did not end itself."""
+        self._progress.now("the environment's score")
+        async with environment_errors(self._deadlines.step_s, "conclude"):
+            reward, info = await env.conclude()
+        last = self._turns[-1]
+        self._turns[-1] = replace(last, reward=last.reward + reward)
+        return info
 
 
 def with_success(outcome: Trajectory | EpisodeFailure, above: float | None) -> Trajectory | EpisodeFailure:
@@ -167,132 +280,6 @@ def with_success(outcome: Trajectory | EpisodeFailure, above: float | None) -> T
     if above is None or isinstance(outcome, EpisodeFailure) or outcome.success is not None:
         return outcome
     return replace(outcome, success=outcome.reward > above)
-
-
-async def _play_itself(
-    spec: EpisodeSpec,
-    env: AsyncEnvironment,
-    deadlines: Deadlines,
-    progress: Progress,
-    play_agent: PlayAgent | None,
-) -> Trajectory:
-    if play_agent is None:
-        raise EpisodeFailed("env_error", "the environment plays itself, and nothing here gives its agent a gateway")
-    return await play_agent(spec, env, deadlines, progress)
-
-
-async def _play_steps(
-    spec: EpisodeSpec,
-    env: AsyncEnvironment,
-    policy: Policy,
-    deadlines: Deadlines,
-    progress: Progress,
-    prefix: Prefix,
-    recorded: EpisodeTurns | None,
-    started_s: float,
-) -> Trajectory:
-    turns, end, info = await _play_turns(spec, env, policy, deadlines, progress, prefix, recorded)
-    if recorded is not None and recorded.continued:
-        info["continued_turns"] = recorded.continued
-    if end in ("max_turns", "context_limit"):
-        info |= await _final_score(env, turns, deadlines, progress)
-    if policy.tools_shown:
-        info["tools_shown"] = policy.tools_shown
-    arrays, *branches = policy.samples()
-    return Trajectory(
-        episode_id=spec.episode_id,
-        group_id=spec.group_id,
-        task=spec.task,
-        token_ids=arrays.token_ids,
-        policy_mask=arrays.policy_mask,
-        logprobs=arrays.logprobs,
-        versions=arrays.versions,
-        turns=tuple(turns),
-        messages=policy.messages(),
-        reward=sum(turn.reward for turn in turns),
-        success=None,
-        end=end,
-        prompt_length=arrays.prompt_length,
-        started_s=started_s,
-        finished_s=time.time(),
-        info=info,
-        branches=tuple(
-            Branch(
-                one.token_ids,
-                one.policy_mask,
-                one.logprobs,
-                one.versions,
-                (),
-                (),
-                one.prompt_length,
-                one.routed_experts,
-            )
-            for one in branches
-        ),
-        routed_experts=arrays.routed_experts,
-    )
-
-
-async def _play_turns(
-    spec: EpisodeSpec,
-    env: AsyncEnvironment,
-    policy: Policy,
-    deadlines: Deadlines,
-    progress: Progress,
-    prefix: Prefix,
-    recorded: EpisodeTurns | None,
-) -> tuple[list[Turn], EpisodeEnd, dict[str, Any]]:
-    turns: list[Turn] = []
-    info: dict[str, Any] = {}
-    while len(turns) < spec.max_turns:
-        progress.require_running()
-        progress.turn = len(turns)
-        in_prefix = len(turns) < len(prefix.turns)
-        progress.now("the model")
-        started_s = time.time()
-        try:
-            action = policy.repeat(prefix.turns[len(turns)]) if in_prefix else await policy.act(deadlines.generate_s)
-        except ContextFullError as error:
-            if len(turns) == len(prefix.turns):
-                raise EpisodeFailed("prompt_too_long", str(error)) from None
-            return turns, "context_limit", info
-        except TimeoutError:
-            raise EpisodeFailed("generate_timeout", f"no answer after {deadlines.generate_s:g} s") from None
-        except InferenceError as error:
-            raise EpisodeFailed("generate_error", str(error)) from None
-        progress.prompt_tokens += action.prompt_tokens or 0
-        progress.completion_tokens += action.completion_tokens or 0
-        progress.now("the environment's step")
-        started = time.monotonic()
-        async with environment_errors(deadlines.step_s, "step"):
-            step = await env.step(action.text)
-        info = dict(step.info)
-        turns.append(
-            Turn(
-                start=action.start,
-                end=action.end,
-                action=action.text,
-                observation=step.text,
-                reward=step.reward,
-                finish_reason=action.finish_reason,
-                generate_s=action.elapsed_s,
-                step_s=time.monotonic() - started,
-                prompt_tokens=action.prompt_tokens,
-                completion_tokens=action.completion_tokens,
-                started_s=started_s,
-                server=action.server,
-                in_prefix=in_prefix,
-            )
-        )
-        is_over = step.terminated or step.truncated
-        if in_prefix:
-            prefix.check_answer(len(turns) - 1, step)
-        elif recorded is not None:
-            recorded.answered(step, is_last=is_over or len(turns) == spec.max_turns)
-        if is_over:
-            return turns, "terminated" if step.terminated else "truncated", info
-        await _tokenise_messages(policy.observe, step.messages)
-    return turns, "max_turns", info
 
 
 async def _tokenise_messages(take: Callable[[Sequence[Message]], None], messages: Sequence[Message]) -> None:
@@ -304,17 +291,6 @@ async def _tokenise_messages(take: Callable[[Sequence[Message]], None], messages
             take(messages)
     except ModelError as error:  # the template cannot show the environment's messages, and a retry would not help
         raise EpisodeFailed("env_error", str(error)) from error
-
-
-async def _final_score(
-    env: AsyncEnvironment, turns: list[Turn], deadlines: Deadlines, progress: Progress
-) -> Mapping[str, Any]:
-    """Ask for the final score of an episode that the environment did not end itself."""
-    progress.now("the environment's score")
-    async with environment_errors(deadlines.step_s, "conclude"):
-        reward, info = await env.conclude()
-    turns[-1] = replace(turns[-1], reward=turns[-1].reward + reward)
-    return info
 
 
 @asynccontextmanager
