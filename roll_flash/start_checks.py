@@ -13,6 +13,7 @@ from roll_flash.config.user_code import load_function
 from roll_flash.envs.hosting.environments import check_environments
 from roll_flash.envs.hosting.first_prompts import TASKS, PromptCheck
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
+from roll_flash.envs.task_sources import first_tasks_of_levels
 from roll_flash.errors import ConfigError
 from roll_flash.evaluation.tasks import held_out_tasks
 from roll_flash.inference.open import check_engine, why_no_replay
@@ -25,7 +26,6 @@ from roll_flash.models.shape import has_experts
 from roll_flash.planner.machines.fit import Fit, fit_here
 from roll_flash.run.checkpoints.store import store_of
 from roll_flash.sandboxes import SandboxSpec, SandboxUnavailable
-from roll_flash.scheduling.open_tasks import first_tasks_of_levels
 from roll_flash.stages.reward_stage import check_stages
 from roll_flash.terminal import say
 from roll_flash.types import Task

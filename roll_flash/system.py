@@ -19,6 +19,7 @@ from roll_flash.cluster.reservation import Reservation
 from roll_flash.config.tree import Config
 from roll_flash.engines.inference import ClientSpec, InferenceEngine
 from roll_flash.engines.learner import LearnerEngine
+from roll_flash.envs.task_sources import open_tasks
 from roll_flash.errors import CheckpointError
 from roll_flash.evaluation.in_training import EvaluationsBesideTraining, evaluate_version
 from roll_flash.evaluation.result import EvalResult
@@ -54,7 +55,6 @@ from roll_flash.run.run_dir import Checkpoint, RunDir, link_folder
 from roll_flash.run.trained_tasks import TrainedTasks
 from roll_flash.sandboxes import SandboxSpec
 from roll_flash.sandboxes.scratch import sweep_folders
-from roll_flash.scheduling.open_tasks import open_tasks
 from roll_flash.stages.running import RunningStages, open_stages, stage_consumers
 from roll_flash.start_checks import Checked
 from roll_flash.stream import TrajectoryStream

@@ -9,9 +9,9 @@ from roll_flash.chat.tokenizer import load_tokenizer
 from roll_flash.config.tree import Config, load_config
 from roll_flash.envs.check.checks import EnvReport, check_environment
 from roll_flash.envs.check.datasets import Room, check_data_set
+from roll_flash.envs.task_sources import first_tasks
 from roll_flash.errors import ModelError
 from roll_flash.models.prepare import resolve_model
-from roll_flash.scheduling.open_tasks import first_tasks
 from roll_flash.types import Message
 
 

@@ -10,6 +10,7 @@ from roll_flash.config.tree import Config
 from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMaker
 from roll_flash.envs.hosting.first_prompts import PromptCheck
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
+from roll_flash.envs.task_sources import open_tasks
 from roll_flash.envs.tools.tool_chat import declared_tools
 from roll_flash.errors import EnvError, RollFlashError
 from roll_flash.planner.machines.fit import Fit, plan_on
@@ -17,7 +18,6 @@ from roll_flash.processes.background import DaemonThreads
 from roll_flash.processes.ray.local_ray import local_ray, own_gpus, unused_gpus
 from roll_flash.run.checkpoints.disk_use import check_disk
 from roll_flash.run.run_dir import check_run_folder, list_checkpoints
-from roll_flash.scheduling.open_tasks import open_tasks
 from roll_flash.start_checks import check_parts
 from roll_flash.types import Task
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.tree import EnvConfig
+from roll_flash.envs.task_sources import open_source
 from roll_flash.errors import ConfigError
-from roll_flash.scheduling.open_tasks import open_source
 from roll_flash.types import EpisodeSpec, SamplingParams, Task
 
 

@@ -1,7 +1,7 @@
 """Task sources: which tasks a run trains on, in which order, and on which it is evaluated.
 
 Seeds of an environment, rows of a data set, a curriculum over levels, and a mixture are task sources.
-`open_tasks.py` makes them from a config.
+`roll_flash.envs.task_sources` makes them from a config.
 """
 
 from __future__ import annotations

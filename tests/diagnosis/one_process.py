@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from roll_flash.config.tree import Config
 from roll_flash.engines.inference import ClientSpec, ServerUpdate, StagedWeights
+from roll_flash.envs.task_sources import open_tasks
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import EpisodesWriter
@@ -34,7 +35,6 @@ from roll_flash.rollout.worker import Worker
 from roll_flash.run.checkpoints.writer import CheckpointWriter
 from roll_flash.run.run_dir import RunDir
 from roll_flash.run.trained_tasks import TrainedTasks
-from roll_flash.scheduling.open_tasks import open_tasks
 from roll_flash.stages.running import open_stages, stage_consumers
 from roll_flash.stream import TrajectoryStream
 from roll_flash.stream.episodes import finished_episode

@@ -30,10 +30,10 @@ from roll_flash.envs.datasets.rewards import exact, fault_of_answer, json_schema
 from roll_flash.envs.datasets.rows import Rows
 from roll_flash.envs.datasets.source import DatasetTasks
 from roll_flash.envs.registration import make_env
+from roll_flash.envs.task_sources import open_tasks
 from roll_flash.errors import ConfigError, EnvError
 from roll_flash.models.prepare import resolve_model
 from roll_flash.sandboxes import SandboxSpec, open_sandbox
-from roll_flash.scheduling.open_tasks import open_tasks
 
 
 def write(path: Path, rows: list[Any]) -> str:

@@ -15,10 +15,10 @@ from roll_flash.cli.main import main
 from roll_flash.config.tree import load_config
 from roll_flash.envs.check.checks import check_environment
 from roll_flash.envs.registration import SHIPPED, make_env
+from roll_flash.envs.task_sources import open_tasks
 from roll_flash.envs.tools.calls import ToolCall, parse_tool_calls
 from roll_flash.envs.tools.functions import make_tool
 from roll_flash.evaluation.tasks import held_out_tasks
-from roll_flash.scheduling.open_tasks import open_tasks
 from tests.command_line import parse
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()

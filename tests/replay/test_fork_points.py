@@ -10,10 +10,10 @@ from recorded_run import play, spec_of, write_run
 
 from roll_flash.config.tree import Config, RolloutConfig, load_config
 from roll_flash.envs.hosting.environments import check_environments
+from roll_flash.envs.task_sources import first_tasks, open_tasks
 from roll_flash.errors import ConfigError, RunError
 from roll_flash.replay.fork_points import find_fork_points
 from roll_flash.rollout.episodes.prefix import Prefix
-from roll_flash.scheduling.open_tasks import first_tasks, open_tasks
 from roll_flash.scheduling.tasks import TaskSource
 from roll_flash.types import EpisodeFailure, Task, Trajectory
 

@@ -24,6 +24,7 @@ from roll_flash import learner_restart, trainer
 from roll_flash.config.tree import Config
 from roll_flash.engines.inference import ServerUpdate, StagedWeights
 from roll_flash.engines.learner import StepResult
+from roll_flash.envs.task_sources import open_tasks
 from roll_flash.errors import InferenceError, LearnerError, LearnerLostError
 from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.processes.background import FirstFailure, background_task, first_failure
@@ -33,7 +34,6 @@ from roll_flash.run.checkpoints.writer import CheckpointWriter
 from roll_flash.run.journal import Journal, read_journal
 from roll_flash.run.run_dir import RunDir, list_checkpoints
 from roll_flash.run.verify import verify_run
-from roll_flash.scheduling.open_tasks import open_tasks
 from roll_flash.stream import TrajectoryStream
 from roll_flash.trainer import Trainer
 from roll_flash.types import FinishedGroup

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_flash.config.tree import load_config
+from roll_flash.envs.task_sources import open_tasks
 from roll_flash.errors import ConfigError
-from roll_flash.scheduling.open_tasks import open_tasks
 from roll_flash.scheduling.tasks import CurriculumTasks, MixedTasks, SeedTasks
 from roll_flash.types import Task
 

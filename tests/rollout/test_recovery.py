@@ -22,6 +22,7 @@ from scheduler_world import failure, whole_trajectory
 from roll_flash.cli.main import main
 from roll_flash.config.tree import Config, load_config
 from roll_flash.engines.learner import StepResult
+from roll_flash.envs.task_sources import open_tasks
 from roll_flash.errors import CheckpointError, LearnerError
 from roll_flash.monitor.episodes import EpisodesWriter, episode_record, read_episodes, trajectory_of
 from roll_flash.monitor.json_lines import encode, with_checksum
@@ -36,7 +37,6 @@ from roll_flash.rollout.turns import TurnBook
 from roll_flash.run.journal import Damage, Journal, cut_at, read_journal, set_aside
 from roll_flash.run.run_dir import Checkpoint, RunDir
 from roll_flash.run.verify import verify_run
-from roll_flash.scheduling.open_tasks import open_tasks
 from roll_flash.stream import LearnerLoader, TrajectoryStream, finished_episode
 from roll_flash.types import EpisodeSpec, FinishedGroup, Task, Trajectory
 

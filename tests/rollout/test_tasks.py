@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_flash.config.tree import Config, EnvConfig, load_config
+from roll_flash.envs.task_sources import open_tasks
 from roll_flash.errors import ConfigError, RunError
 from roll_flash.evaluation.tasks import held_out_tasks
-from roll_flash.scheduling.open_tasks import open_tasks
 from roll_flash.scheduling.tasks import (
     CurriculumTasks,
     MixedTasks,

@@ -20,6 +20,7 @@ from roll_flash.config.tree import Config, load_config
 from roll_flash.engines.inference import ClientSpec, Generation
 from roll_flash.envs import Env, register_env
 from roll_flash.envs.hosting.environments import EnvironmentMaker
+from roll_flash.envs.task_sources import open_tasks
 from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.json_lines import encode, with_checksum
 from roll_flash.processes.background import DaemonThreads
@@ -39,7 +40,6 @@ from roll_flash.rollout.turns import (
     read_turns,
 )
 from roll_flash.rollout.worker import Outcome, WorkerSettings
-from roll_flash.scheduling.open_tasks import open_tasks
 from roll_flash.scheduling.tasks import make_task
 from roll_flash.stream import TrajectoryStream, finished_episode
 from roll_flash.types import EpisodeSpec, SamplingParams, Task, Trajectory
