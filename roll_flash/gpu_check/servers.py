@@ -32,7 +32,7 @@ from roll_flash.inference.open import check_engine
 from roll_flash.inference.servers.engine import ServerEngine
 from roll_flash.learner.open import open_learner
 from roll_flash.models.prepare import resolve_model
-from roll_flash.processes.background import first_failure
+from roll_flash.processes.background import cancel_and_wait, first_failure
 from roll_flash.processes.nvml import Driver, read_driver
 from roll_flash.system import open_models
 from roll_flash.types import SamplingParams
@@ -281,9 +281,7 @@ async def traffic(bench: Bench, models: Models) -> AsyncIterator[Traffic]:
             raise CheckFailedError(f"a request failed: {type(failed).__name__}: {failed}")
         found.asked_again = client.metrics()["asked_again"]
     finally:
-        for task in clients:
-            task.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
+        await cancel_and_wait(clients)
         await client.close()
 
 

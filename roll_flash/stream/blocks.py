@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roll_flash.engines.inference import fill_experts
-from roll_flash.errors import StreamError
+from roll_flash.errors import StreamError, first_line
 from roll_flash.monitor.episodes import episode_record
 from roll_flash.monitor.json_lines import encode
 from roll_flash.stream.episodes import finished_episode
@@ -171,5 +171,5 @@ def _get(references: Sequence[Any]) -> dict[Any, Any]:
     except GetTimeoutError:
         what = f"were not there within {FETCH_TIMEOUT_S:g} s"
     except RayError as error:
-        what = f"are lost: {str(error).splitlines()[0]}"
+        what = f"are lost: {first_line(error)}"
     raise StreamError(f"trajectories in Ray's object store {what}; did a node die? resume the run from its checkpoint")

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roll_flash.monitor.episodes import hash_of_task
-from roll_flash.types import MAX_REWARD, Branch, FinishedEpisode, FinishedGroup, Group, StoredTrajectory, Trajectory
+from roll_flash.types import MAX_REWARD, Branch, FinishedEpisode, FinishedGroup, Group, Trajectory
 
 NO_LOGPROB = -9999.0
 """Sentinel that vLLM returns for a log-probability that is NaN or minus infinity."""
@@ -20,8 +20,8 @@ MAX_REWARDS, MAX_REWARD_NAME = 32, 60
 """Most reward functions, and characters of their names, that the metadata of an episode has."""
 
 
-def finished_episode(trajectory: Trajectory, stored: StoredTrajectory | None = None) -> FinishedEpisode:
-    """Return the metadata of a trajectory. `stored`: where its data is, if it is not to be kept as it is."""
+def finished_episode(trajectory: Trajectory) -> FinishedEpisode:
+    """Return the metadata of a trajectory, which its `data` is."""
     samples = trajectory.samples
     versions = np.concatenate([sample.versions[sample.policy_mask] for sample in samples])
     found, counts = np.unique(versions, return_counts=True)
@@ -45,7 +45,7 @@ def finished_episode(trajectory: Trajectory, stored: StoredTrajectory | None = N
         fault=_fault(trajectory),
         task_hash=hash_of_task(trajectory.task.env_id, trajectory.messages, len(trajectory.turns), trajectory.info),
         rewards=_rewards(trajectory.info.get("rewards")),
-        data=trajectory if stored is None else stored,
+        data=trajectory,
     )
 
 

@@ -9,7 +9,7 @@ from math import ceil
 from typing import Any
 
 from roll_flash.errors import StreamError, StreamStarvedError
-from roll_flash.processes.background import error_of
+from roll_flash.processes.background import cancel_and_wait, error_of
 from roll_flash.stream.stream import Row, TrajectoryStream
 from roll_flash.types import MIN_GROUP_SIZE, FinishedEpisode, FinishedGroup
 from roll_flash.watchdog.activity import doing
@@ -156,9 +156,7 @@ class _Step:
         return self.pending[:first]
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_and_wait(self._tasks)
         self._stream.drop((row for each in (*self.taken, *self.pending) for row in each.rows), "abandoned")
 
     async def _feed(self, groups: AsyncIterator[list[FinishedGroup]]) -> None:

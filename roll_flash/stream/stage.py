@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from roll_flash.errors import StreamError
-from roll_flash.processes.background import ends_this_task
+from roll_flash.processes.background import cancel_and_wait, ends_this_task
 from roll_flash.stream.stream import Consumer, Row, TrajectoryStream
 
 Compute = Callable[[Sequence[Row]], Awaitable[Sequence[Mapping[str, float]]]]
@@ -60,9 +60,7 @@ class Stage:
         try:
             await asyncio.gather(*workers)
         finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+            await cancel_and_wait(workers)
 
     def metrics(self) -> dict[str, float]:
         """`rows`, `batches`, `retries`, `failed_rows`, and `seconds` spent in `compute`."""

@@ -119,7 +119,7 @@ def test_a_turn_that_was_cut_off_is_closed_with_tokens_that_are_not_the_policys(
     conversation.add_observation([user("go on")])
     assert text == "let me think"
     assert conversation.token_ids == rendered(tokenizer, conversation.messages)
-    token_ids, mask, logprobs, versions, _ = conversation.arrays()
+    token_ids, mask, logprobs, versions, _ = conversation.samples()[0]
     assert tokenizer.convert_ids_to_tokens(int(token_ids[end_of_policy])) == ENDS[style]
     assert mask.sum() == len("let me think")
     assert not mask[end_of_policy:].any()
@@ -175,7 +175,7 @@ def test_tokens_are_only_appended_and_samples_are_kept_as_sampled(turns: list[tu
                 conversation.token_ids[: len(before) + len(generation.token_ids)]
                 == before + generation.token_ids.tolist()
             )
-        token_ids, mask, *_ = conversation.arrays()
+        token_ids, mask, *_ = conversation.samples()[0]
         assert token_ids[mask].tolist() == all_sampled
 
 

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from roll_flash.engines.inference import Generation, count_experts, join_experts
+from roll_flash.engines.inference import Generation, count_experts, join_experts, policy_arrays
 from roll_flash.gateway.model_call import Answer, Key, ModelCall, next_key
 from roll_flash.types import Branch, Message, Turn
 
@@ -190,13 +189,10 @@ def _sample(path: Sequence[CallRecord], owned: set[int]) -> Branch:
         if record.generation is not None:
             spans.append((start, record.generation))
         turns.append(_turn(record, start, len(token_ids), path[place + 1] if place + 1 < len(path) else None))
-    mask, logprobs, versions = _policy_arrays(len(token_ids), spans)
     prompt_length = spans[0][0] if spans else 0
     return Branch(
         np.asarray(token_ids, np.int32),
-        mask,
-        logprobs,
-        versions,
+        *policy_arrays(len(token_ids), spans),
         tuple(turns),
         tuple(messages),
         prompt_length,
@@ -206,20 +202,6 @@ def _sample(path: Sequence[CallRecord], owned: set[int]) -> Branch:
 
 def _generations(path: Sequence[CallRecord]) -> list[Generation]:
     return [record.generation for record in path if record.generation is not None]
-
-
-def _policy_arrays(
-    length: int, spans: Sequence[tuple[int, Generation]]
-) -> tuple[NDArray[np.bool_], NDArray[np.float32], NDArray[np.int32]]:
-    mask = np.zeros(length, np.bool_)
-    logprobs = np.zeros(length, np.float32)
-    versions = np.full(length, -1, np.int32)
-    for start, generation in spans:
-        span = slice(start, start + len(generation.token_ids))
-        mask[span] = True
-        logprobs[span] = generation.logprobs
-        versions[span] = generation.versions
-    return mask, logprobs, versions
 
 
 def _turn(record: CallRecord, start: int, end: int, following: CallRecord | None) -> Turn:

@@ -17,6 +17,7 @@ from roll_flash.gateway.apis.api_error import ApiError
 from roll_flash.gateway.model_call import ModelCall, RequestedSampling
 from roll_flash.gateway.sessions.history import CallRecord, History
 from roll_flash.gateway.sessions.work import SessionWork, WorkThreads
+from roll_flash.processes.background import cancel_and_wait
 from roll_flash.types import FailureCause, SamplingParams
 
 T = TypeVar("T")
@@ -128,10 +129,7 @@ class Session:
     async def end(self) -> None:
         """End the session and cancel its running calls, also on the servers."""
         self.ended = True
-        tasks = list(self._in_flight)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(self._in_flight)
 
     def sampling(self, call: ModelCall, room: int) -> SamplingParams:
         """Sampling parameters of one call; `room`: tokens left in the context."""

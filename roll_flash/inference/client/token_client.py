@@ -24,7 +24,7 @@ from roll_flash.inference.client.metrics import Counts
 from roll_flash.inference.client.partial_turn import Decode, PartialTurn
 from roll_flash.inference.client.router import Router
 from roll_flash.inference.client.token_protocol import GENERATE_PATH, decode_piece, event_splitter, excerpt
-from roll_flash.processes.background import start_background
+from roll_flash.processes.background import cancel_and_wait, start_background
 from roll_flash.types import SamplingParams
 
 MAX_BAD_ANSWERS = 3
@@ -140,9 +140,7 @@ class TokenClient:
         }
 
     async def close(self) -> None:
-        for watch in self._watches.values():
-            watch.cancel()
-        await asyncio.gather(*self._watches.values(), return_exceptions=True)
+        await cancel_and_wait(self._watches.values())
         self._watches.clear()
         for connections in self._connections.values():
             connections.close()

@@ -31,7 +31,7 @@ from roll_flash.inference.servers.metrics import logged_figures
 from roll_flash.inference.servers.process import ServerProcess
 from roll_flash.inference.servers.remote import RemoteServer
 from roll_flash.inference.servers.update import update_server
-from roll_flash.processes.background import start_background
+from roll_flash.processes.background import cancel_and_wait, gather_or_cancel, start_background
 from roll_flash.processes.deadlines import LearnedDeadline, RecentCount
 from roll_flash.processes.keys import new_key
 from roll_flash.watchdog.activity import Activity, doing
@@ -108,13 +108,9 @@ class ServerEngine:
         return self._launcher.dtype
 
     async def start(self) -> None:
-        starts = [asyncio.create_task(server.start()) for server in self._servers]
         try:
-            await asyncio.gather(*starts)
+            await gather_or_cancel(*(server.start() for server in self._servers))
         except BaseException:
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
             await self.close()
             raise
         for server in self._servers:
@@ -249,9 +245,7 @@ class ServerEngine:
         return figures
 
     async def close(self) -> None:
-        for task in self._supervisors.values():
-            task.cancel()
-        await asyncio.gather(*self._supervisors.values(), return_exceptions=True)
+        await cancel_and_wait(self._supervisors.values())
         self._supervisors.clear()
         await asyncio.gather(*(server.close() for server in self._servers))
         await self._mirrors.close()

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from roll_flash.errors import ConfigError
+from roll_flash.errors import ConfigError, first_line
 from roll_flash.learner.packing.rows import PackedRow, TrainSequence, pack
 
 _GIB = 1 << 30
@@ -91,7 +91,7 @@ def explained_states() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"weights and optimizer states do not fit on the GPU ({str(error).splitlines()[0]}); more learner.ranks, "
+            f"weights and optimizer states do not fit on the GPU ({first_line(error)}); more learner.ranks, "
             "learner.lora.rank or a smaller model need less"
         ) from None
 

@@ -58,8 +58,6 @@ class SimulationSettings:
     """True: record a timeline for plots."""
     longest_episode_s: float = math.inf
     """Maximum episode duration in seconds, for the bias metrics only (in a run: `rollout.episode_timeout_s`)."""
-    task_name: Callable[[int], str] = lambda seed: "Simulated-v0"
-    """Returns the environment id of a task from its seed."""
     max_new_tokens: int = 0
     """Most tokens of a turn, which the router counts for a request (with `ServerSpec.routes`)."""
     sandboxes: SandboxSpec | None = None

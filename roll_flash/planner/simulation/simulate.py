@@ -140,7 +140,7 @@ class Simulation:
             self._replays[again.task.seed] += 1
             return
         seed = next(self._tasks)
-        self._scheduler.admit(Task(f"t{seed}", self._settings.task_name(seed), seed))
+        self._scheduler.admit(Task(f"t{seed}", "Simulated-v0", seed))
 
     def _start(self, spec: EpisodeSpec) -> None:
         earlier = self._replays[spec.task.seed] * (self._settings.retries + 1)

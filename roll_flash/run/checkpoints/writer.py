@@ -16,7 +16,7 @@ from typing import Any
 from roll_flash.config.tree import CheckpointConfig
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import CheckpointError, LearnerLostError
-from roll_flash.processes.background import error_of, in_thread, start_background
+from roll_flash.processes.background import cancel_and_wait, error_of, in_thread, start_background
 from roll_flash.run.checkpoints.store import CheckpointCopies
 from roll_flash.run.run_dir import RunDir
 
@@ -152,9 +152,7 @@ class CheckpointWriter:
                 await asyncio.to_thread((folder / "trainer.json").write_text, state)
                 await asyncio.gather(self._episodes_written(), *writing)
             finally:
-                for task in writing:
-                    task.cancel()
-                await asyncio.gather(*writing, return_exceptions=True)
+                await cancel_and_wait(writing)
         if self._copies is not None and (newest := self._run_dir.latest_checkpoint()) is not None:
             await self._copies.add(newest)
         await asyncio.to_thread(self._run_dir.prune_checkpoints, self._config.keep, self._config.keep_every)
