@@ -26,7 +26,7 @@ SHIPPED = {
     "GymText-v0": "roll_flash.envs.shipped.gym_text:GymText",
     "PythonRepair-v0": "roll_flash.envs.shipped.python_repair:PythonRepair",
     "ShellMath-v0": "roll_flash.envs.shipped.shell_math:ShellMath",
-    "TextFrozenLake-v0": "roll_flash.envs.shipped.move_env:TextFrozenLake",
+    "TextFrozenLake-v0": "roll_flash.envs.shipped.text_game:TextFrozenLake",
     "TextSokoban-v0": "roll_flash.envs.shipped.sokoban_level:TextSokoban",
 }
 OF_ROWS = {"Dataset-v0": "roll_flash.envs.datasets.env:make_dataset_env"}

@@ -25,7 +25,7 @@ from roll_flash.envs.adapters.task_folders.tests import pytest_verdict, reward_o
 from roll_flash.envs.adapters.textarena import opponents as textarena_opponents
 from roll_flash.envs.agents.verifier import _said_reward
 from roll_flash.envs.rewards.evaluated_answers import UnsafeAnswerError, check_answer
-from roll_flash.envs.shipped import move_env, shell_math
+from roll_flash.envs.shipped import shell_math, text_game
 from roll_flash.envs.tools.calls import BadCall, ToolCall, looks_native, parse_tool_calls
 from roll_flash.envs.tools.functions import WrongArguments, make_tool
 from roll_flash.envs.tools.tool_env import ToolEnv
@@ -123,7 +123,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "thinking": without_thinking,
     "answers": lambda text: model_text.tagged(text, "answer"),
     "entities": model_text.unescaped,
-    "moves": lambda text: move_env.parse_moves(text, ("left", "right")),
+    "moves": lambda text: text_game.parse_moves(text, ("left", "right")),
     "judge": JUDGE._read,
     "judge's question": lambda text: JUDGE.messages(text, text, text),
     "shell math": lambda text: (shell_math._COMMAND.fullmatch(text), shell_math._ANSWER.fullmatch(text)),

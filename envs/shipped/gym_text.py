@@ -15,7 +15,7 @@ import gymnasium
 import numpy as np
 from gymnasium.envs.registration import load_env_creator
 
-from roll_flash.envs.shipped.move_env import MoveEnv, best_actions, likely_path, transitions_of
+from roll_flash.envs.shipped.text_game import TextGame, best_actions, likely_path, transitions_of
 from roll_flash.errors import ConfigError
 
 _WORDS = {
@@ -43,7 +43,7 @@ _ENDS_WITH_SUCCESS = ("CliffWalking", "Taxi")
 MAX_PLAN_MOVES = 1000
 
 
-class GymText(MoveEnv):
+class GymText(TextGame):
     """Arguments: `env_id` and `env_kwargs` of the environment; `words` (names of its actions) and `about` (its
     description), to replace the defaults known for gymnasium's small environments; `max_turns`, `moves_per_turn`;
     `move_cost`, below 0 if each move costs (also known): reward of each unused move when the turns are used up."""

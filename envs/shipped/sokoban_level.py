@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from roll_flash.envs.held_out import draw_problem
-from roll_flash.envs.shipped.move_env import MoveEnv
+from roll_flash.envs.shipped.text_game import TextGame
 
 Cell = tuple[int, int]
 State = tuple[Cell, frozenset[Cell]]
@@ -137,7 +137,7 @@ def _before(floor: frozenset[Cell], state: State) -> Iterator[State]:
             yield back, boxes - {ahead} | {player}
 
 
-class TextSokoban(MoveEnv):
+class TextSokoban(TextGame):
     """Push every box onto a goal, in levels that can be solved.
 
     Arguments: `size` (walls included), `boxes`, `least_moves` and `most_moves` of the shortest solution, `max_turns`,

@@ -110,7 +110,7 @@ def _learner(config: Config, calibration: Calibration) -> LearnerSpec:
         report_s=speeds.report_s,
         publish_s=speeds.pause_s,
         publish_delay_s=speeds.publish_delay_s,
-        publish_waves=config.inference.servers,
+        publish_batches=config.inference.servers,
         threads=learner.ranks * learner.threads,
     )
 

@@ -14,11 +14,11 @@ from roll_flash.envs.registration import make_env
 from roll_flash.envs.shipped.file_quest import FileQuest, compare
 from roll_flash.envs.shipped.file_quest_steps import draw_quest
 from roll_flash.envs.shipped.gym_text import GymText, in_words
-from roll_flash.envs.shipped.move_env import parse_moves
 from roll_flash.envs.shipped.python_repair import PythonRepair
 from roll_flash.envs.shipped.repair_bugs import broken_versions, draw_bug, make_repair, outcome
 from roll_flash.envs.shipped.repair_programs import DRAWERS
 from roll_flash.envs.shipped.sokoban_level import TextSokoban, draw_level, solve
+from roll_flash.envs.shipped.text_game import parse_moves
 from roll_flash.errors import ConfigError
 from roll_flash.sandboxes import SandboxSpec, open_sandbox
 

@@ -172,22 +172,22 @@ class SimulatedLearner:
         self._pause(what)
 
     def _pause(self, what: tuple[int, int]) -> None:
-        wave, version = what
-        for server in self._servers.all[wave :: self._spec.publish_waves]:
+        batch, version = what
+        for server in self._servers.all[batch :: self._spec.publish_batches]:
             server.advance(self._clock.now_s)
             server.paused = True
             self._servers.changed(server)
-        self._clock.after(self._spec.publish_s, self._on_loaded, (wave, version))
+        self._clock.after(self._spec.publish_s, self._on_loaded, (batch, version))
 
     def _on_loaded(self, what: tuple[int, int]) -> None:
-        wave, version = what
-        for server in self._servers.all[wave :: self._spec.publish_waves]:
+        batch, version = what
+        for server in self._servers.all[batch :: self._spec.publish_batches]:
             server.advance(self._clock.now_s)
             server.paused = False
             server.load_version(version)
             self._servers.changed(server)
-        if wave + 1 < self._spec.publish_waves:
-            self._prepare((wave + 1, version))
+        if batch + 1 < self._spec.publish_batches:
+            self._prepare((batch + 1, version))
             return
         self._publishing = False
         self._scheduler.published(version)

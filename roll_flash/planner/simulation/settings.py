@@ -21,8 +21,8 @@ class LearnerSpec:
     """Time to finish a step: optimizer, and staging of the weights."""
     publish_s: float = 0.0
     """Time to load new weights, while a server is paused."""
-    publish_waves: int = 1
-    """Number of groups of servers that load their weights one group after another."""
+    publish_batches: int = 1
+    """Number of batches of servers that load their weights one batch after another."""
     streams: bool = False
     """True: groups reach the learner while it computes others, and it takes them in micro-batches, as in a run."""
     call_s: float = 0.0

@@ -42,7 +42,7 @@ class AgentEpisodes:
         session = gateway.open_session(settings, spec.episode_id)
         sessions = [session]
         if getattr(env.unwrapped, "needs_unrecorded_calls", False):
-            sessions.append(gateway.open_session(replace(settings, max_calls=None), f"{spec.episode_id}-aside"))
+            sessions.append(gateway.open_session(replace(settings, max_calls=None), f"{spec.episode_id}-unrecorded"))
         try:
             return await self._play(spec, env, deadlines, progress, gateway, sessions)
         except EpisodeFailed:
@@ -73,9 +73,9 @@ class AgentEpisodes:
         sessions: Sequence[Session],
     ) -> Trajectory:
         """Play with the first session, which is recorded; the optional second one is answered but not recorded."""
-        session, *aside = sessions
+        session, *unrecorded = sessions
         progress.now("the agent")
-        unrecorded_key = aside[0].api_key if aside else ""
+        unrecorded_key = unrecorded[0].api_key if unrecorded else ""
         access = AgentGateway(
             gateway.port, session.api_key, self._backend.model, unrecorded_key, session.history.answers
         )

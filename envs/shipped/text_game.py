@@ -31,7 +31,7 @@ def parse_moves(text: str, words: Sequence[str]) -> list[int] | None:
     return [known[word] for word in said]
 
 
-class MoveEnv(gymnasium.Env[str, str]):
+class TextGame(gymnasium.Env[str, str]):
     """A game. A subclass defines `begin`, `move` and `show`, and `plan` if it knows the best moves.
 
     A turn is up to `moves_per_turn` moves; text without moves costs a turn. After `max_turns` turns it is truncated.
@@ -107,7 +107,7 @@ class MoveEnv(gymnasium.Env[str, str]):
         return self.move_cost * (self._max_turns * self._moves_per_turn - self._moves) if self.move_cost else 0.0
 
 
-class TextFrozenLake(MoveEnv):
+class TextFrozenLake(TextGame):
     """Cross a frozen lake without falling into a hole: gymnasium's FrozenLake, on maps that can be crossed.
 
     Arguments: `size` of the map, `frozen` (share of safe cells), `slippery`, `max_turns`, `moves_per_turn`. The reward
