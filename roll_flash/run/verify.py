@@ -18,6 +18,7 @@ from roll_flash.monitor.json_lines import is_intact
 from roll_flash.monitor.metrics import STEP_S, read_metrics
 from roll_flash.run.journal import Event, read_journal
 from roll_flash.run.run_dir import list_checkpoints
+from roll_flash.scheduling.group_queues import group_id_of
 
 SHOWN = 3
 """Number of ids in a message."""
@@ -77,7 +78,7 @@ def _members(step: Event) -> Iterator[tuple[str, str]]:
 
 def _groups(events: Iterable[Event], trained: Iterable[Event]) -> Finding:
     """Every admitted group leaves once, trained or dropped, or is still open."""
-    admitted = Counter(f"g{event['number']:08d}" for event in events if event["event"] == "admitted")
+    admitted = Counter(group_id_of(event["number"]) for event in events if event["event"] == "admitted")
     dropped = Counter(event["group"] for event in events if event["event"] == "dropped")
     taken = Counter(name for step in trained for name in [*{g for g, _ in _members(step)}, *step["without_rows"]])
     left = dropped + taken
