@@ -51,7 +51,6 @@ from roll_flash.learner.ranks.optimizer import open_optimizer
 from roll_flash.learner.ranks.rendezvous import interface_of, is_on_one_machine, join_rendezvous, open_rendezvous
 from roll_flash.learner.ranks.row_memory import (
     GpuMemory,
-    MemoryCounters,
     check_longest_row,
     explained_states,
     longest_row,
@@ -396,7 +395,7 @@ class LearnerRank:
     def _trained(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
 
-    def _check_longest_row(self, counters: MemoryCounters) -> str:
+    def _check_longest_row(self, counters: GpuMemory) -> str:
         """Try the longest row of the run; see `check_longest_row`. Gradients are none afterwards, random states as they
         were. A collective."""
         config, length = self._config, self._max_length

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,40 +20,30 @@ _SHORTEST = 2
 """Tokens of the shortest row with a policy token."""
 
 
-class MemoryCounters(Protocol):
-    """Memory of one GPU, in bytes."""
-
-    def room(self) -> int:
-        """Return what this process could have allocated at once, with what it has already."""
-
-    def begin(self) -> None:
-        """Begin to measure a peak."""
-
-    def peak(self) -> int:
-        """Return the most that was allocated at once since `begin`, with what was allocated before."""
-
-
 class GpuMemory:
-    """Counters of torch's allocator and the driver."""
+    """Memory of one GPU in bytes, from counters of torch's allocator and the driver."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def room(self) -> int:
+        """Return what this process could have allocated at once, with what it has already."""
         free, _ = torch.cuda.mem_get_info(self._device)
         return free + torch.cuda.memory_reserved(self._device)
 
     def begin(self) -> None:
+        """Begin to measure a peak."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
+        """Return the most that was allocated at once since `begin`, with what was allocated before."""
         return torch.cuda.max_memory_allocated(self._device)
 
 
 def check_longest_row(
     run_row: Callable[[int], None],
     tokens: int,
-    counters: MemoryCounters,
+    counters: GpuMemory,
     *,
     later_bytes: int,
     largest: Callable[[int], int],
@@ -119,7 +108,7 @@ def _sequence(length: int, number: int, vocabulary: int) -> TrainSequence:
     )
 
 
-def _peak(run_row: Callable[[int], None], tokens: int, counters: MemoryCounters) -> int:
+def _peak(run_row: Callable[[int], None], tokens: int, counters: GpuMemory) -> int:
     counters.begin()
     run_row(tokens)
     return counters.peak()

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from roll_flash.engines.inference import StagedWeights
 from roll_flash.errors import InferenceError, LearnerError
-from roll_flash.learner.weights.server_group import Broadcasts, NcclGroup, ServerGroup
+from roll_flash.learner.weights.server_group import NcclGroup, ServerGroup
 from roll_flash.learner.weights.staged import stored_tensors, whole_tensors
 
 Handle = dict[str, Any]
@@ -151,7 +151,7 @@ def new_unique_id() -> bytes:
     return bytes(NCCLLibrary().ncclGetUniqueId().internal)
 
 
-def open_nccl_group(unique_id: bytes, world_size: int, device: torch.device) -> Broadcasts:
+def open_nccl_group(unique_id: bytes, world_size: int, device: torch.device) -> NcclGroup:
     """Wait for all processes of a group, whose rank 0 this is."""
     from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
@@ -159,7 +159,7 @@ def open_nccl_group(unique_id: bytes, world_size: int, device: torch.device) -> 
     return NcclGroup(uid_init_process_group(unique_id, 0, world_size, device))
 
 
-def _broadcast(device: torch.device, tensors: Any, group: Broadcasts) -> None:
+def _broadcast(device: torch.device, tensors: Any, group: NcclGroup) -> None:
     from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
     torch.cuda.set_device(device)  # of this thread

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -24,24 +24,14 @@ ENQUEUE_S = 1.0
 _THREADS = DaemonThreads()
 
 
-class Broadcasts(Protocol):
-    """A group of processes; this one has rank 0."""
-
-    def broadcast(self, tensor: Tensor, src: int) -> object: ...
-
-    def destroy(self) -> None:
-        """End the group. A broadcast that waits in another thread ends, with or without an error."""
-        ...
-
-
 class ServerGroup:
     """Sends weights to the workers of one server. Every method raises InferenceError after the group has ended."""
 
-    def __init__(self, endpoint: str, open_group: Callable[[], Broadcasts]) -> None:
+    def __init__(self, endpoint: str, open_group: Callable[[], NcclGroup]) -> None:
         """`open_group` waits for the workers of the server and returns the group with them."""
         self._endpoint = endpoint
         self._open_group = open_group
-        self._group: Broadcasts | None = None
+        self._group: NcclGroup | None = None
         self._ended: Future[None] = Future()
         self._ending = threading.Lock()
 
@@ -86,7 +76,7 @@ class ServerGroup:
 
 
 class NcclGroup:
-    """A group of vLLM's NCCL communicators that another thread can end."""
+    """A group of vLLM's NCCL communicators that another thread can end; this process has rank 0."""
 
     def __init__(self, communicator: Any) -> None:
         self._communicator = communicator
@@ -100,6 +90,7 @@ class NcclGroup:
             self._communicator.broadcast(tensor, src=src)
 
     def destroy(self) -> None:
+        """End the group. A broadcast that waits in another thread ends, with or without an error."""
         self._ended = True
         # NCCL forbids to end a communicator while an operation is added to it, except if that itself waits for a peer.
         entered = self._enqueuing.acquire(timeout=ENQUEUE_S)
