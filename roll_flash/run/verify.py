@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from roll_flash.errors import RunError, first_line
+from roll_flash.monitor.episode_files.steps import open_steps, removed_before, removed_line
 from roll_flash.monitor.json_lines import is_intact
 from roll_flash.monitor.metrics import STEP_S, read_metrics
 from roll_flash.run.journal import Event, read_journal
@@ -61,7 +62,7 @@ def _verified(folder: Path) -> list[Finding]:
         Finding("journal", damage is None, damage.message if damage else f"{len(events):,} events, each intact"),
         _groups(events, trained),
         _trained_once(events, trained),
-        _in_the_log(trained, logged),
+        _in_the_log(trained, logged, _ended_before(removed_before(folder / "episodes"), events), folder / "episodes"),
         _staleness(trained, logged),
         _steps(trained, rows, checkpoints),
     ]
@@ -96,10 +97,27 @@ def _trained_once(events: Iterable[Event], trained: Iterable[Event]) -> Finding:
     return _finding("episodes", wrong, f"{len(times)} trained, each once", "trained twice, or never ended")
 
 
-def _in_the_log(trained: Iterable[Event], logged: Mapping[str, Logged]) -> Finding:
+def _ended_before(step: int, events: Iterable[Event]) -> set[str]:
+    """Return the episodes that are in the files of steps before `step`."""
+    version, found = 0, set()
+    for event in events:
+        if event["event"] == "trained":
+            version = event["version"]
+        elif event["event"] == "ended" and version < step:
+            found.add(event["episode"])
+    return found
+
+
+def _in_the_log(
+    trained: Iterable[Event], logged: Mapping[str, Logged], removed: Collection[str], episodes: Path
+) -> Finding:
     names = [episode for step in trained for _, episode in _members(step)]
-    wrong = [name for name in names if name not in logged]
-    return _finding("log", wrong, f"{len(names)} trained episodes are on disk, intact", "missing or damaged")
+    missing = [name for name in names if name not in logged]
+    wrong = [name for name in missing if name not in removed]
+    good = f"{len(names) - len(missing)} trained episodes are on disk, intact"
+    if len(missing) > len(wrong):
+        good += f"; {len(missing) - len(wrong)} are not checked: {removed_line(episodes)}"
+    return _finding("log", wrong, good, "missing or damaged")
 
 
 def _staleness(trained: Iterable[Event], logged: Mapping[str, Logged]) -> Finding:
@@ -143,12 +161,11 @@ def _finding(check: str, wrong: list[str], good: str, bad: str) -> Finding:
 
 def _read_log(folder: Path) -> dict[str, Logged]:
     found: dict[str, Logged] = {}
-    for path in sorted(folder.glob("step_*.jsonl")):
-        with path.open("rb") as lines:
-            for line in lines:
-                if b'"kind":"trajectory"' in line[:80] and is_intact(line):
-                    record = json.loads(line)  # one that was cut short is there twice: the last counts
-                    found[record["episode_id"]] = Logged(_versions(record))
+    for _, lines in open_steps(folder):
+        for line in lines:
+            if b'"kind":"trajectory"' in line[:80] and is_intact(line):
+                record = json.loads(line)  # one that was cut short is there twice: the last counts
+                found[record["episode_id"]] = Logged(_versions(record))
     return found
 
 

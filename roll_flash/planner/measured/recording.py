@@ -9,8 +9,9 @@ from typing import Any
 
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ConfigError, RunError
+from roll_flash.monitor.episode_files.steps import open_steps
 from roll_flash.monitor.episodes import DROPPED_FILE
-from roll_flash.monitor.json_lines import read_lines
+from roll_flash.monitor.json_lines import read_lines, read_records
 from roll_flash.monitor.metrics import STEP_S, read_metrics
 from roll_flash.run.run_dir import TIMELINE
 
@@ -130,8 +131,8 @@ def read_recording(folder: Path) -> Recording:
 
 def _newest_records(folder: Path) -> Iterator[dict[str, Any]]:
     left = MAX_EPISODES
-    for file in sorted((folder / "episodes").glob("step_*.jsonl"), reverse=True):
-        for record in read_lines(file):
+    for file, lines in open_steps(folder / "episodes", newest_first=True):
+        for record in read_records(lines, file):
             yield record
             left -= 1
         if left <= 0:
