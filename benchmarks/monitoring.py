@@ -164,8 +164,9 @@ def as_markdown(report: dict[str, Any]) -> str:
         lines += [
             "",
             f"Its decisions take {sums['decision_bytes'] / sums['episode_bytes']:.1%} of the bytes of the episodes' "
-            f"records. A finished turn takes {sums['turn_bytes'] / sums['turn_values_bytes']:.2f} times the bytes of its "
-            "tokens, log-probabilities and versions (4 bytes each), until the next checkpoint.",
+            "records. Until the next checkpoint, a finished turn takes "
+            f"{sums['turn_bytes'] / sums['turn_values_bytes']:.2f} times the bytes of its tokens, log-probabilities "
+            "and versions (4 bytes each).",
         ]
     return "\n".join(lines) + "\n"
 

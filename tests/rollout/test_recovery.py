@@ -319,6 +319,29 @@ TAMPERED: dict[str, tuple[str, Callable[[Path], None]]] = {
 }
 
 
+def test_verify_names_a_journal_of_another_version_and_counts_damaged_lines_of_untrained_episodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def run() -> Path:
+        return (await killed(tmp_path, 3, at=4))[2]
+
+    copy = asyncio.run(run())
+    events, _ = read_journal(copy / "journal")
+    trained = set(
+        trained_in({0: [batch for event in events if event["event"] == "trained" for batch in event["batches"]]})
+    )
+    lines = [(path, line) for path in (copy / "episodes").glob("step_*.jsonl") for line in path.open("rb")]
+    path, line = next((path, line) for path, line in lines if json.loads(line)["episode_id"] not in trained)
+    path.write_bytes(path.read_bytes().replace(line, line.replace(b"reward", b"rewarD")))
+    assert main(["verify", str(copy)]) == 0
+    assert "; 1 damaged lines are of none of them" in capsys.readouterr().out
+    header = with_checksum(encode({"event": "begin", "format": 99}).encode())
+    first = sorted((copy / "journal").glob("after_step_*.jsonl"))[0]
+    first.write_bytes(header + b"\n" + first.read_bytes().partition(b"\n")[2])
+    assert main(["verify", str(copy)]) == 1
+    assert "after_step_000000.jsonl, line 1 is of format 99, not 1" in capsys.readouterr().err
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

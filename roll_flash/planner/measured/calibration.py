@@ -252,6 +252,8 @@ def _scoring(recording: Recording) -> tuple[StageSpec, ...]:
 
 def _notes(recording: Recording, turns: TurnTimes, cores: float) -> list[str]:
     notes = [line] if (line := removed_line(recording.folder / "episodes")) else []
+    if recording.damaged:
+        notes.append(f"{recording.damaged} damaged lines of episodes/ were left out")
     stopped = len(recording.stopped_s)
     unfinished = recording.last("bias/unfinished") - stopped / (stopped + len(recording.episodes))
     if unfinished > MAX_UNFINISHED:
