@@ -19,6 +19,8 @@ from typing import Any
 
 import yaml
 
+from roll_flash.monitor.episodes import read_episodes
+
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs" / "agents"
 AGENTS = ("openai", "mini-swe-agent", "smolagents")
@@ -47,7 +49,7 @@ def measure(folder: Path, *, quick: bool) -> dict[str, Any]:
     run("train", config, "name=agents", f"runs={folder}")
     train_s = time.monotonic() - began
     evaluated = [record for path in out.rglob("episodes.jsonl") for record in records(path)]
-    trained = [record for path in (folder / "agents/episodes").glob("*.jsonl") for record in records(path)]
+    trained = read_episodes(folder / "agents/episodes")
     return {
         "eval": {"wall_s": eval_s, "agents": by_agent(evaluated)},
         "train": {"wall_s": train_s, "agents": by_agent(trained), **of_training(folder / "agents")},

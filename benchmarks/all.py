@@ -59,6 +59,7 @@ BENCHMARKS = [
     Benchmark("data_rows", ("data_rows.py",), writes=False),
     Benchmark("dashboard", ("dashboard.py",), writes=False),
     Benchmark("monitoring", ("monitoring.py",)),
+    Benchmark("journal", ("monitoring.py", "--of", "journal")),
     Benchmark("gateway", ("gateway.py",), writes=False),
     Benchmark("sandbox", ("sandbox.py",)),
     Benchmark("evaluate", ("evaluate.py",)),

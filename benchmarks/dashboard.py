@@ -1,6 +1,6 @@
 """The dashboard with a large run: index, memory, first paint, and the time of each interaction.
 
-    python benchmarks/dashboard.py [--quick] [--json] [--keep FOLDER]
+    python benchmarks/dashboard.py [--quick] [--compressed] [--json] [--keep FOLDER]
 
 Generates a run of 1,000 steps and 100,000 episodes of four turns, starts `roll-flash dash` with it, and measures: the
 rate at which episodes are indexed after a start, the largest resident memory of the server, the time of its answers,
@@ -34,6 +34,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from roll_flash.config.tree import load_config
 from roll_flash.models.tiny import vocabulary
+from roll_flash.monitor.episode_files.steps import compress_step, step_files
 from roll_flash.monitor.episodes import episode_record
 from roll_flash.monitor.json_lines import encode, with_checksum
 from roll_flash.monitor.metrics import MetricsLog
@@ -339,11 +340,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_EPISODES:,} episodes")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--compressed", action="store_true", help="compress the episodes of finished steps first")
     parser.add_argument("--keep", metavar="FOLDER", help="leave the run here")
     options = parser.parse_args()
     episodes = QUICK_EPISODES if options.quick else EPISODES
     with tempfile.TemporaryDirectory() as scratch:
         folder = generate(Path(options.keep or scratch), episodes)
+        for path in step_files(folder / "episodes")[:-1] if options.compressed else ():
+            compress_step(path)
         size = sum(path.stat().st_size for path in (folder / "episodes").iterdir())
         figures = measure(folder, episodes)
     if options.json:

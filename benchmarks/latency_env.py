@@ -1,4 +1,5 @@
-"""MockLatency-v0: the environment of benchmarks/plan.py. Its steps only wait, for lognormal times.
+"""MockLatency-v0: the environment of benchmarks/plan.py. Its steps only wait, for lognormal times. Interrupted episodes
+of MockLatencyAnew-v0 begin anew.
 
 Replicas of a task share a factor of their times, drawn from the task's seed, so that durations are correlated within a
 group; 2 % of the episodes take four times as long. Reward: the share of lowercase letters in what the model wrote.
@@ -41,3 +42,4 @@ class MockLatency(Env):
 
 
 register_env("MockLatency-v0", MockLatency)
+register_env("MockLatencyAnew-v0", MockLatency, nondeterministic=True)

@@ -21,7 +21,8 @@ from roll_flash.gateway.sessions.routes import SessionRoutes
 from roll_flash.gateway.sessions.verifier import Verifier
 from roll_flash.models.hub import is_hub_id
 from roll_flash.models.prepare import RECIPES, is_model, resolve_model
-from roll_flash.monitor.episodes import EpisodesWriter, step_file
+from roll_flash.monitor.episode_files.steps import step_file
+from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.processes.background import background_task, first_failure
 from roll_flash.processes.interrupt import Interrupts
 from roll_flash.processes.ports import require_free_port

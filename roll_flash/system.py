@@ -50,6 +50,7 @@ from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
 from roll_flash.run.checkpoints.disk_use import check_disk, checkpoint_bytes
 from roll_flash.run.checkpoints.store import CheckpointCopies, store_of
 from roll_flash.run.checkpoints.writer import CheckpointWriter
+from roll_flash.run.episode_space import EpisodeSpace
 from roll_flash.run.journal import Journal
 from roll_flash.run.run_dir import Checkpoint, RunDir, link_folder
 from roll_flash.run.trained_tasks import TrainedTasks
@@ -86,6 +87,7 @@ class System:
     stream: TrajectoryStream
     metrics: MetricsLog
     checkpoints: CheckpointWriter
+    episode_space: EpisodeSpace
     stages: RunningStages
     trained_tasks: TrainedTasks
     before_first_step: Callable[[], Awaitable[None]]
@@ -265,6 +267,8 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
     copies = await _open_copies(stack, start, progress.note)
     checkpoints = _open_checkpoints(start, learner, rollout, copies)
     stack.push_async_callback(checkpoints.close)
+    episode_space = EpisodeSpace(config, run_dir, rollout.written, progress.note)
+    await stack.enter_async_context(background_task(episode_space.run(), "the compression of episodes"))
     progress.note("comparing what servers and learner say about the same weights (usually 5-40 s)")
     before_first_step = partial(_warm_start, start, learner, metrics, progress)
     await _agree_on_weights(start, publisher, before_first_step)
@@ -280,6 +284,7 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
         stream,
         metrics,
         checkpoints,
+        episode_space,
         stages,
         trained,
         before_first_step,

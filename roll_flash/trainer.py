@@ -351,8 +351,10 @@ class Trainer:
             **self._system.checkpoints.metrics(),
             **rollout.metrics(),
             **machine_metrics(self._system.run_dir.folder),
+            **self._system.episode_space.metrics(),
         }
         self._system.metrics.log(version, metrics)
+        self._system.episode_space.step_ended(version)
         span = publication.span() if publication else None
         self._system.run_dir.log_timeline({**record.timeline(), "publication": span})
         self._progress.step(version, metrics, record.staleness())

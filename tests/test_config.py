@@ -213,7 +213,7 @@ def test_an_override_that_cannot_be_meant_is_explained(override: str, words: str
         ("num_generations=4", "did you mean 'scheduler.group_size'?"),
         ("rollout.gpu_memory_utilization=0.5", "did you mean 'inference.gpu_memory_utilization'?"),
         ("checkpoint.evry=3", "did you mean 'checkpoint.every'?"),
-        ("monitor.qqqqqq=1", "known keys here: tensorboard, stall_timeout_s"),
+        ("monitor.qqqqqq=1", "known keys here: tensorboard, compress_episodes, episodes_gib"),
     ],
 )
 def test_an_unknown_key_comes_with_the_one_that_was_meant(override: str, words: str) -> None:

@@ -18,9 +18,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from roll_flash.monitor.episode_files.steps import Content, content_of, open_step, was_removed
+
 REFRESH_S = 1.0
 """Minimum seconds between two looks at the files."""
-BUFFER_BYTES = 1 << 20
+BEGIN_BYTES = 64
+"""Bytes by which a file is known again: the checksum of its first line is among them."""
 ROWS_AT_ONCE = 1000
 MESSAGE_CHARACTERS = 200
 _HEAD_END = b',"turns":['
@@ -89,9 +92,19 @@ class Names:
 @dataclass(slots=True)
 class _File:
     path: Path
-    inode: int
+    content: Content
     read: int = 0
     """Bytes up to the end of the last complete line."""
+    begin: bytes = b""
+
+    def is_in(self, content: Content) -> bool:
+        """Return True if what was read of the file is in it still: it has grown, or was compressed."""
+        if content.bytes < self.read:
+            return False
+        if content.is_compressed == self.content.is_compressed:
+            return content.inode == self.content.inode
+        with open_step(self.path) as file:
+            return file.read(len(self.begin)) == self.begin
 
 
 _KINDS = {
@@ -160,17 +173,18 @@ class EpisodeIndex:
 
     def _look(self) -> None:
         try:
-            found = [(path, path.stat()) for path in self._paths()]
-            sizes = {path: stat.st_size for path, stat in found}
-            inodes = {path: stat.st_ino for path, stat in found}
-            if any(sizes.get(f.path, -1) < f.read or inodes[f.path] != f.inode for f in self._files.values()):
+            found = {path: content_of(path) for path in self._paths()}
+            for file in [file for path, file in self._files.items() if path not in found and was_removed(path)]:
+                del self._files[file.path]  # its rows stay: to begin again would take longer the longer the run is
+            if not all(path in found and file.is_in(found[path]) for path, file in self._files.items()):
                 with self._lock:
                     self._clear()
                     self.generation += 1
-            self.total_bytes = sum(sizes.values())
-            for path, size in sizes.items():
-                file = self._files.setdefault(path, _File(path, inodes[path]))
-                if size > file.read:
+            self.total_bytes = sum(content.bytes for content in found.values())
+            for path, content in found.items():
+                file = self._files.setdefault(path, _File(path, content))
+                file.content = content
+                if content.bytes > file.read:
                     self._read(file)
             self.error = ""
         except OSError as error:
@@ -181,7 +195,8 @@ class EpisodeIndex:
         if not file.read:
             self._order.append(file.path)
         number = self._order.index(file.path)
-        with file.path.open("rb", buffering=BUFFER_BYTES) as lines:
+        with open_step(file.path) as lines:
+            file.begin = lines.read(BEGIN_BYTES)
             lines.seek(file.read)
             found: list[tuple[Head, tuple[float, ...]]] = []
             for line in lines:
@@ -253,7 +268,7 @@ class EpisodeIndex:
     def line(self, row: int) -> bytes:
         """Read the line of an episode. Raises OSError."""
         columns = self.columns()
-        with self._order[columns["file"][row]].open("rb") as file:
+        with open_step(self._order[columns["file"][row]]) as file:
             file.seek(int(columns["offset"][row]))
             line: bytes = file.read(int(columns["length"][row]))
         return line

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from roll_flash.dashboard.episode_index import EpisodeIndex
+from roll_flash.monitor.episode_files.steps import open_step
 
 SLICE_S = 0.05
 """Seconds of searching in texts per request."""
@@ -121,7 +122,7 @@ class Search:
         if not len(wanted):
             return
         begin, length = columns["offset"][wanted], columns["length"][wanted]
-        with self._index.file(int(file)).open("rb") as lines:
+        with open_step(self._index.file(int(file))) as lines:
             lines.seek(int(begin[0]))
             data = lines.read(int(begin[-1] + length[-1] - begin[0]))
         starts = begin - begin[0]

@@ -17,6 +17,7 @@ from roll_flash.dashboard.episode_index import EpisodeIndex
 from roll_flash.dashboard.fates import Fates
 from roll_flash.errors import RunError
 from roll_flash.evaluation.journal import EPISODES_FILE, PLAN_FILE, RESULTS_FILE
+from roll_flash.monitor.episode_files.steps import removed_line, step_files
 from roll_flash.monitor.metrics import FILE_NAME, REWARD, SUCCESS
 from roll_flash.monitor.status import RunStatus, read_status
 from roll_flash.run.run_dir import SUMMARY, find_run, list_checkpoints
@@ -50,7 +51,7 @@ class Source:
 
     def _episode_files(self) -> list[Path]:
         if self.is_run:
-            return sorted((self.folder / "episodes").glob("step_*.jsonl"))
+            return step_files(self.folder / "episodes")
         return [path for path in [self.folder / EPISODES_FILE] if path.exists()]
 
     def status(self) -> RunStatus | None:
@@ -76,6 +77,11 @@ class Source:
         files = [self.folder / FILE_NAME, self.folder / EPISODES_FILE, *self._episode_files()[-1:]]
         stats = [path.stat() for path in (*places, *files) if path.exists()]
         return f"{self.state}-{sum(stat.st_mtime_ns for stat in stats) & (1 << 53) - 1}-{stats[-1].st_size}"
+
+    @property
+    def removed(self) -> str:
+        """What the run has removed of its episodes, in one line; empty if nothing."""
+        return removed_line(self.folder / "episodes")
 
     def config(self) -> Any:
         """Return the config as plain data; for an evaluation its plan. Keys of other versions are kept."""

@@ -69,6 +69,7 @@ class Reports:
         notices = (
             [f"written by a newer version (journal format {newer}): some of it may be missing here"] if newer else []
         )
+        notices += [source.removed] if source.removed else []
         others = [each.name for each in self._sources.all().values() if each.folder.is_relative_to(source.folder)]
         return {
             "name": source.name,
@@ -130,7 +131,7 @@ class Reports:
             **columns,
             **self._fate(source, columns["group"], episode),
             "replicas": [source.index.ids[each] for each in source.index.rows_of_group(columns["group"])],
-            **episode_page(source.index.record(row), tokenizer),
+            **episode_page(_record(source, row), tokenizer),
         }
 
     def _fate(self, source: Source, group: str, episode: str) -> dict[str, Any]:
@@ -142,7 +143,7 @@ class Reports:
     def message(self, run: str, episode: str, sample: int, message: int) -> str:
         source, row = self._find(run, episode)
         try:
-            return message_text(source.index.record(row), sample, message)
+            return message_text(_record(source, row), sample, message)
         except IndexError:
             raise NotFoundError(f"{episode}: has no such message") from None
 
@@ -165,6 +166,12 @@ class Reports:
         source = self.source(run)
         source.index.refresh(WAIT_S)
         return timeline(source.index, source.folder, begin_s, end_s) | {"is_complete": source.index.is_complete}
+
+
+def _record(source: Source, row: int) -> dict[str, Any]:
+    if not source.index.line(row):
+        raise NotFoundError(f"{source.name}: {source.removed}")
+    return source.index.record(row)
 
 
 def make_app(sources: Sources, token: str) -> ASGIApp:

@@ -135,7 +135,7 @@ _decoder = msgspec.json.Decoder(_Turns)
 
 def _turns(index: EpisodeIndex, row: int) -> Iterator[list[Any]]:
     """Yield [begin, end of the model's answer, end of the environment's step, server] where the begin is known."""
-    for turn in _decoder.decode(index.line(row)).turns:
+    for turn in _decoder.decode(index.line(row) or b"{}").turns:
         if turn.started_s is not None:
             answered_s = turn.started_s + turn.generate_s
             yield [turn.started_s, answered_s, answered_s + turn.step_s, turn.server]

@@ -25,6 +25,7 @@ from roll_flash.diagnosis.run_view import (
 )
 from roll_flash.diagnosis.summaries import LoggedEpisode, of_line
 from roll_flash.errors import RunError
+from roll_flash.monitor.episode_files.steps import open_step, removed_line, step_files
 from roll_flash.monitor.metrics import STEP_S, read_metrics
 from roll_flash.run.run_dir import TIMELINE
 
@@ -81,7 +82,8 @@ class _Log:
     """The folder `episodes/`, with counts of what was left out."""
 
     def __init__(self, folder: Path) -> None:
-        self._files = sorted(folder.glob("step_*.jsonl"))
+        self._folder = folder
+        self._files = step_files(folder)
         self._left = MAX_READ
         self._damaged: set[tuple[Path, int]] = set()
         self._long: set[tuple[Path, int]] = set()
@@ -103,6 +105,8 @@ class _Log:
             lines.append(f"{len(self._damaged)} damaged lines of episodes/ were left out (or of another version)")
         if self._long:
             lines.append(f"{len(self._long)} episodes of more than {MAX_LINE >> 20} MiB were left out")
+        if gone := removed_line(self._folder):
+            lines.append(gone)
         if self._left <= 0:
             lines.append(f"only {MAX_READ >> 30} GiB of episodes/ were read")
         return tuple(lines)
@@ -119,7 +123,7 @@ class _Log:
     def _lines(self, path: Path) -> Iterator[tuple[int, bytes]]:
         """Yield whole lines with their numbers; the last one may be half written."""
         number = 0
-        with path.open("rb") as file:
+        with open_step(path) as file:
             while self._left > 0 and (line := file.readline(MAX_LINE)):
                 self._left -= len(line)
                 number += 1

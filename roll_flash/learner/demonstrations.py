@@ -25,6 +25,7 @@ from roll_flash.envs.datasets.formats import open_rows
 from roll_flash.envs.datasets.rows import Rows
 from roll_flash.envs.tools.tool_chat import ToolChat, calls_as_text
 from roll_flash.errors import ConfigError, ModelError
+from roll_flash.monitor.episode_files.steps import step_files
 from roll_flash.monitor.episodes import read_episodes
 from roll_flash.terminal import say
 from roll_flash.types import Message, Task, Trajectory
@@ -45,7 +46,7 @@ def check_demonstrations(config: WarmStartConfig, model_folder: Path, model: Mod
     """Raises ConfigError for a missing source, and for the first row that is no conversation to imitate; or if no row
     is short enough. Says how many are not. Reads no episode of a run."""
     if (episodes := _episodes_of(config)) is not None:
-        if not any(episodes.glob("step_*.jsonl")):
+        if not step_files(episodes):
             raise ConfigError(f"warm_start.demonstrations: {episodes} has no episodes (step_*.jsonl)")
         return
     demonstrations = _open_rows(config, model_folder, model)
@@ -82,7 +83,7 @@ def _episodes_of(config: WarmStartConfig) -> Path | None:
     folder = Path(config.demonstrations)
     if (folder / "episodes").is_dir():
         return folder / "episodes"
-    return folder if any(folder.glob("step_*.jsonl")) else None
+    return folder if step_files(folder) else None
 
 
 def _nothing(config: WarmStartConfig, model: ModelConfig) -> ConfigError:

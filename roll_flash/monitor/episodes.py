@@ -7,6 +7,7 @@ checksum, `crc32`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -18,7 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from roll_flash.monitor.json_lines import JsonLinesFile, encode, is_intact, read_lines, with_checksum
+from roll_flash.monitor.episode_files.steps import (
+    decompress_step,
+    open_step,
+    open_steps,
+    removed_line,
+    step_file,
+    was_removed,
+)
+from roll_flash.monitor.json_lines import JsonLinesFile, encode, is_intact, read_records, with_checksum
 from roll_flash.types import Branch, EpisodeFailure, Task, Trajectory, Turn
 
 Outcome = Trajectory | EpisodeFailure
@@ -157,12 +166,10 @@ class EpisodesWriter:
     def _open(self, step: int) -> JsonLinesFile:
         if self._file is None or step != self._step:
             self._close_step()
-            self._file, self._step = JsonLinesFile(step_file(self._folder, step)), step
+            path = step_file(self._folder, step)
+            decompress_step(path)
+            self._file, self._step = JsonLinesFile(path), step
         return self._file
-
-
-def step_file(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:06d}.jsonl"
 
 
 def next_group_number(folder: Path, step: int) -> int:
@@ -170,9 +177,8 @@ def next_group_number(folder: Path, step: int) -> int:
     continued long after the checkpoint of `step`."""
     numbers = [-1]
     for path in (step_file(folder, step), folder / DROPPED_FILE):
-        if path.exists():
-            with path.open("rb") as lines:
-                numbers += [int(found[1]) for line in lines if (found := _GROUP.search(line))]
+        with contextlib.suppress(FileNotFoundError), open_step(path) as lines:
+            numbers += [int(found[1]) for line in lines if (found := _GROUP.search(line))]
     return max(numbers) + 1
 
 
@@ -181,26 +187,30 @@ def read_episodes(path: Path) -> list[dict[str, Any]]:
 
     Raises ValueError, with file and line, for a damaged line that is not the last one.
     """
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file or folder of episodes")
-    files = sorted(path.glob("step_*.jsonl")) if path.is_dir() else [path]
-    return [record for file in files for record in read_lines(file)]
+    if path.is_dir():
+        return [record for file, lines in open_steps(path) for record in read_records(lines, file)]
+    if was_removed(path):
+        raise FileNotFoundError(f"{path}: {removed_line(path.parent)}")
+    try:
+        with open_step(path) as lines:
+            return list(read_records(lines, path))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file or folder of episodes") from None
 
 
 def find_trajectories(folder: Path, tasks: Mapping[str, Task]) -> dict[str, Trajectory]:
     """Read trajectories from a run's `episodes/`, newest files first; `tasks`: that of each wanted episode, by its id.
     Those that are missing or damaged are left out."""
     found: dict[str, Trajectory] = {}
-    for path in sorted(folder.glob("step_*.jsonl"), reverse=True):
+    for _, lines in open_steps(folder, newest_first=True):
         if len(found) == len(tasks):
             break
         here: dict[str, bytes] = {}  # played again after the log was damaged: the last one counts
-        with path.open("rb") as lines:
-            for line in lines:
-                name = _EPISODE.search(line, 0, 400)
-                episode_id = name[1].decode(errors="replace") if name else ""
-                if episode_id in tasks and b'"kind":"trajectory"' in line[:80] and is_intact(line):
-                    here[episode_id] = line
+        for line in lines:
+            name = _EPISODE.search(line, 0, 400)
+            episode_id = name[1].decode(errors="replace") if name else ""
+            if episode_id in tasks and b'"kind":"trajectory"' in line[:80] and is_intact(line):
+                here[episode_id] = line
         found = {name: trajectory_of(json.loads(line), tasks[name]) for name, line in here.items()} | found
     return found
 

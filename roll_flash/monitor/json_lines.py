@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -185,16 +185,20 @@ def cut_half_line(path: Path) -> None:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield all complete lines. A last line without newline is skipped; a damaged line elsewhere raises ValueError."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error}); remove that line to read on") from None
-            if not isinstance(record, dict):
-                raise ValueError(f"{path}, line {number}: not a record but a {type(record).__name__}")
-            yield record
+    if path.exists():
+        with path.open("rb") as file:
+            yield from read_records(file, path)
+
+
+def read_records(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of lines from the beginning of the file `path`, as `read_lines`."""
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: not JSON ({error}); remove that line to read on") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number}: not a record but a {type(record).__name__}")
+        yield record

@@ -5,13 +5,16 @@ The constants below are the names that the progress line, the plot and the summa
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from roll_flash.monitor.json_lines import JsonLinesFile, encode, read_lines
+from roll_flash.monitor.json_lines import JsonLinesFile, read_lines
+from roll_flash.terminal import say
 
 REWARD = "reward"
 REWARD_MIN, REWARD_MAX = "reward_min", "reward_max"
@@ -99,16 +102,28 @@ def series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], lis
 
 
 def keep_steps_until(path: Path, step: int) -> None:
-    """Move lines of steps after `step` to `<path>.bak` (appended)."""
+    """Move lines of steps after `step` to `<path>.bak` (appended), and damaged ones, which is said."""
     if not path.exists():
         return
-    rows = read_metrics(path)
-    later = [row for row in rows if row["step"] > step]
-    if later:
-        backup = JsonLinesFile(path.with_name(path.name + ".bak"))
-        for row in later:
-            backup.write(row)
-        backup.close()
-        rewritten = path.with_name(path.name + ".new")
-        rewritten.write_text("".join(encode(row) + "\n" for row in rows if row["step"] <= step))
-        rewritten.replace(path)
+    with path.open("rb") as file:
+        lines = [(line, _step_of(line)) for line in file if line.endswith(b"\n")]
+    moved = [line for line, at in lines if at is None or at > step]
+    if not moved:
+        return
+    backup = path.with_name(path.name + ".bak")
+    with closing(JsonLinesFile(backup)) as aside:
+        for line in moved:
+            aside.write_line(line[:-1])
+    rewritten = path.with_name(path.name + ".new")
+    rewritten.write_bytes(b"".join(line for line, at in lines if at is not None and at <= step))
+    rewritten.replace(path)
+    if damaged := sum(at is None for _, at in lines):
+        say(f"{path}: {damaged} damaged lines are now in {backup.name}", error=True)
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a line; None if it is damaged."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None

@@ -20,6 +20,7 @@ import msgspec
 
 from roll_flash.config.tree import EnvConfig
 from roll_flash.errors import ConfigError, RunError
+from roll_flash.monitor.episode_files.steps import open_step, open_steps, removed_line
 from roll_flash.monitor.json_lines import is_intact
 from roll_flash.rollout.episodes.prefix import Prefix
 from roll_flash.run.run_dir import find_run
@@ -75,7 +76,7 @@ class ForkPoints(ShuffledTasks):
 
     def task(self, index: int) -> Task:
         point = self._points[index]
-        with point.log.open("rb") as log:
+        with open_step(point.log) as log:
             log.seek(point.offset)
             line = log.readline()
         record = json.loads(line) if is_intact(line) else {}
@@ -99,9 +100,10 @@ class ForkPoints(ShuffledTasks):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         if state["fork_points"] != len(self._points):
+            gone = removed_line(self._run / "episodes")
             raise ValueError(
                 f"{self._run} had {state['fork_points']} fork points and has {len(self._points)} now; it must stay as "
-                "it is"
+                f"it is{gone and '; '}{gone}"
             )
         super().restore(state)
 
@@ -125,16 +127,15 @@ def find_fork_points(episodes: Path, env_id: str, max_turns: int) -> tuple[ForkP
 
 def _trajectories(episodes: Path) -> Iterator[tuple[Path, int, _Episode]]:
     damaged = 0
-    for log in sorted(episodes.glob("step_*.jsonl")):
+    for log, lines in open_steps(episodes):
         offset = 0
-        with log.open("rb") as lines:
-            for line in lines:
-                try:
-                    episode = msgspec.json.decode(line, type=_Episode)
-                    if episode.kind == "trajectory":
-                        yield log, offset, episode
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                    damaged += 1
-                offset += len(line)
+        for line in lines:
+            try:
+                episode = msgspec.json.decode(line, type=_Episode)
+                if episode.kind == "trajectory":
+                    yield log, offset, episode
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                damaged += 1
+            offset += len(line)
     if damaged:
         logger.warning("%s: %d damaged lines are left out of its fork points", episodes, damaged)

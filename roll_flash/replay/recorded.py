@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.errors import ConfigError
+from roll_flash.monitor.episode_files.steps import open_step, removed_line, step_files
 from roll_flash.monitor.json_lines import is_intact
 
 REPLAYS = "replays"
@@ -34,18 +35,20 @@ def find_episode(run: Path, episode_id: str) -> dict[str, Any]:
         failure = failure or (found[-1] if found else None)
     if failure is None:
         names = sorted(name.decode(errors="replace") for name in known)
-        raise ConfigError(f"{run}: {_unknown(episode_id, names)}")
+        gone = removed_line(run / "episodes")
+        raise ConfigError(f"{run}: {_unknown(episode_id, names)}{gone and '; '}{gone}")
     return failure
 
 
 def _logs(run: Path) -> list[Path]:
     """Files with episodes, the newest of each kind first."""
-    patterns = ("episodes/step_*.jsonl", f"{REPLAYS}/*/step_*.jsonl", "eval/**/episodes.jsonl")
-    return [path for pattern in patterns for path in sorted(run.glob(pattern), reverse=True)]
+    patterns = (f"{REPLAYS}/*/step_*.jsonl", "eval/**/episodes.jsonl")
+    others = [path for pattern in patterns for path in sorted(run.glob(pattern), reverse=True)]
+    return [*reversed(step_files(run / "episodes")), *others]
 
 
 def _records(path: Path, wanted: bytes, known: set[bytes]) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as lines:
+    with open_step(path) as lines:
         for number, line in enumerate(lines, start=1):
             found = _EPISODE.search(line, 0, _HEAD_BYTES)
             if found is None or not line.endswith(b"\n"):  # the last line may be on its way

@@ -22,7 +22,8 @@ from roll_flash.envs.hosting.sandbox_lease import LazySandbox, default_spec, ope
 from roll_flash.errors import ConfigError, RunError
 from roll_flash.evaluation.evaluation import EpisodeRunner
 from roll_flash.evaluator import EvalPlan, EvalRequest, plan_evaluation, run_with_model
-from roll_flash.monitor.episodes import EpisodesWriter, episode_record, read_episodes, step_file
+from roll_flash.monitor.episode_files.steps import step_file
+from roll_flash.monitor.episodes import EpisodesWriter, episode_record, read_episodes
 from roll_flash.processes.background import DaemonThreads
 from roll_flash.replay.by_hand import Lines, play_turns, use_shell
 from roll_flash.replay.recorded import REPLAYS, find_episode

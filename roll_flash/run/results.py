@@ -8,7 +8,8 @@ from typing import Any
 
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import RunError
-from roll_flash.monitor.episodes import read_episodes, step_file
+from roll_flash.monitor.episode_files.steps import step_file
+from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.metrics import read_metrics
 from roll_flash.run.run_dir import SUMMARY, Checkpoint, find_run, list_checkpoints
 

@@ -44,6 +44,8 @@ PRIVATE = 0o700
 MIN_FREE_BYTES = 1 << 30
 LARGE_BYTES = 1 << 30
 """What is larger takes seconds to read, and that is said."""
+STEP_ENDINGS = ("", ".jsonl", ".jsonl.gz", ".removed")
+"""Ends of the names of files and folders of a step."""
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -192,8 +194,8 @@ class RunDir:
         with -1 all."""
         for parent in (self.episodes, self.eval, self.checkpoints_folder):
             for path in sorted(parent.glob("step_*")):
-                match = _STEP.fullmatch(path.name.removesuffix(".jsonl"))
-                if match and int(match[1]) > step:
+                match = _STEP.match(path.name)
+                if match and int(match[1]) > step and path.name[match.end() :] in STEP_ENDINGS:
                     path.rename(free_name(path))
         for path in (self.episodes / DROPPED_FILE, self.logs / TRAINED_TASKS, self.logs / TIMELINE):
             keep_steps_until(path, step)

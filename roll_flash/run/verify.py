@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.errors import RunError, first_line
+from roll_flash.monitor.episode_files.steps import open_steps, removed_before, removed_line
 from roll_flash.monitor.json_lines import is_intact
 from roll_flash.monitor.metrics import STEP_S, read_metrics
 from roll_flash.run.journal import Event, read_journal
@@ -55,14 +56,15 @@ def _verified(folder: Path) -> list[Finding]:
     checkpoints = [checkpoint.step for checkpoint in list_checkpoints(folder)]
     events, damage = read_journal(folder / "journal")
     if not events:
-        raise RunError(f"{folder}: has no journal to verify; only training runs write one")
+        reason = damage.message if damage else f"{folder}: has no journal to verify; only training runs write one"
+        raise RunError(reason)
     trained = [event for event in events if event["event"] == "trained"]
-    logged = _read_log(folder / "episodes")
+    logged, damaged = _read_log(folder / "episodes")
     return [
         Finding("journal", damage is None, damage.message if damage else f"{len(events):,} events, each intact"),
         _groups(events, trained),
         _trained_once(events, trained),
-        _in_the_log(trained, logged),
+        _in_the_log(trained, logged, damaged, folder / "episodes", events),
         _staleness(trained, logged),
         _steps(trained, rows, checkpoints),
     ]
@@ -97,10 +99,29 @@ def _trained_once(events: Iterable[Event], trained: Iterable[Event]) -> Finding:
     return _finding("episodes", wrong, f"{len(times)} trained, each once", "trained twice, or never ended")
 
 
-def _in_the_log(trained: Iterable[Event], logged: Mapping[str, Logged]) -> Finding:
+def _ended_before(step: int, events: Iterable[Event]) -> set[str]:
+    """Return the episodes that are in the files of steps before `step`."""
+    version, found = 0, set()
+    for event in events:
+        if event["event"] == "trained":
+            version = event["version"]
+        elif event["event"] == "ended" and version < step:
+            found.add(event["episode"])
+    return found
+
+
+def _in_the_log(
+    trained: Iterable[Event], logged: Mapping[str, Logged], damaged: int, episodes: Path, events: Iterable[Event]
+) -> Finding:
     names = [episode for step in trained for _, episode in _members(step)]
-    wrong = [name for name in names if name not in logged]
-    return _finding("log", wrong, f"{len(names)} trained episodes are on disk, intact", "missing or damaged")
+    missing, removed = [name for name in names if name not in logged], _ended_before(removed_before(episodes), events)
+    wrong = [name for name in missing if name not in removed]
+    good = f"{len(names) - len(missing)} trained episodes are on disk, intact"
+    if damaged:
+        good += f"; {damaged} damaged lines are of none of them"
+    if len(missing) > len(wrong):
+        good += f"; {len(missing) - len(wrong)} are not checked: {removed_line(episodes)}"
+    return _finding("log", wrong, good, "missing or damaged")
 
 
 def _staleness(trained: Iterable[Event], logged: Mapping[str, Logged]) -> Finding:
@@ -142,15 +163,18 @@ def _finding(check: str, wrong: list[str], good: str, bad: str) -> Finding:
     return Finding(check, not wrong, f"{len(wrong)} {bad}: {names}" if wrong else good)
 
 
-def _read_log(folder: Path) -> dict[str, Logged]:
+def _read_log(folder: Path) -> tuple[dict[str, Logged], int]:
+    """Return the trajectories with intact lines, and the number of whole lines that are damaged."""
     found: dict[str, Logged] = {}
-    for path in sorted(folder.glob("step_*.jsonl")):
-        with path.open("rb") as lines:
-            for line in lines:
-                if b'"kind":"trajectory"' in line[:80] and is_intact(line):
-                    record = json.loads(line)  # one that was cut short is there twice: the last counts
-                    found[record["episode_id"]] = Logged(_versions(record))
-    return found
+    damaged = 0
+    for _, lines in open_steps(folder):
+        for line in lines:
+            if not is_intact(line):
+                damaged += line.endswith(b"\n")
+            elif b'"kind":"trajectory"' in line[:80]:
+                record = json.loads(line)  # one that was cut short is there twice: the last counts
+                found[record["episode_id"]] = Logged(_versions(record))
+    return found, damaged
 
 
 def _versions(record: Mapping[str, Any]) -> tuple[int, int]:

@@ -12,6 +12,8 @@ from written_run import RecordedRun, trajectory
 from roll_flash.dashboard import episode_index
 from roll_flash.dashboard.episode_index import EpisodeIndex, head_of
 from roll_flash.dashboard.episode_search import Search, Selection, row_for_table
+from roll_flash.monitor.episode_files import steps
+from roll_flash.monitor.episode_files.steps import compress_step, remove_oldest, step_file, step_files
 
 PATIENCE_S = 60.0
 
@@ -92,6 +94,31 @@ def test_after_a_resume_took_steps_back_the_index_begins_again(run: RecordedRun)
     assert len(index.ids) == 8
     assert index.row("g00000002-r0") is None
     assert index.generation == 1
+
+
+def test_the_index_stays_while_a_run_compresses_and_removes_its_files(
+    run: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "SMALL_BYTES", 0)
+    folder = run.run_dir.episodes
+    index = EpisodeIndex(lambda: step_files(folder))
+    index.refresh(PATIENCE_S)
+    names, records = list(index.ids), [index.record(row) for row in range(12)]
+    compress_step(step_file(folder, 0))
+    compress_step(step_file(folder, 1))
+    run.step()
+    run.episodes.sync()
+    index.refresh(PATIENCE_S)
+    assert (index.ids[:12], len(index.ids), index.generation) == (names, 16, 0)
+    assert [index.record(row) for row in range(12)] == records
+    assert selected(index, text="g00000001-r3") == ["g00000001-r3"]
+    fresh = EpisodeIndex(lambda: step_files(folder))
+    fresh.refresh(PATIENCE_S)
+    assert (fresh.ids, fresh.record(3)) == (index.ids, records[3])
+    remove_oldest(folder, most_bytes=0, before=2)
+    index.refresh(PATIENCE_S)
+    assert (len(index.ids), index.line(0), index.generation, index.error) == (16, b"", 0, "")
+    assert selected(index, text="Sum-v0") == index.ids[:7:-1]
 
 
 @pytest.mark.parametrize(

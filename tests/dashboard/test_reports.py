@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,12 @@ from written_run import BEGIN_S, RecordedRun, trajectory
 
 from roll_flash.dashboard.folders import Sources
 from roll_flash.dashboard.transcript import MAX_CHARACTERS
+from roll_flash.diagnosis.reading import read_run
 from roll_flash.errors import ConfigError
+from roll_flash.monitor.episode_files.steps import remove_oldest
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.monitor.status import News, new_status, write
+from roll_flash.replay.recorded import find_episode
 
 
 def error_of(answer: httpx.Response) -> str:
@@ -242,6 +246,21 @@ def test_a_run_of_a_newer_version_is_shown_with_a_notice(run: RecordedRun) -> No
         assert about["notices"] == ["written by a newer version (journal format 2): some of it may be missing here"]
         assert about["config"]["quantum"] is True
         assert dashboard.get("episode", run="recorded", id="g00000000-r1")["advantage"] is None
+
+
+def test_episodes_that_a_run_has_removed_are_told(run: RecordedRun) -> None:
+    with serving(run.folder) as dashboard, dashboard.client() as client:
+        assert dashboard.get("episodes", run="recorded")["total"] == 12
+        assert dashboard.get("run", run="recorded")["notices"] == []
+        remove_oldest(run.folder / "episodes", most_bytes=0, before=1)
+        gone = "the episodes before step 1 were removed from the disk (monitor.episodes_gib)"
+        assert dashboard.get("run", run="recorded")["notices"] == [gone]
+        assert gone in error_of(client.get("/api/episode", params={"run": "recorded", "id": "g00000000-r1"}))
+        assert dashboard.get("episode", run="recorded", id="g00000001-r1")["id"] == "g00000001-r1"
+        assert dashboard.get("timeline", run="recorded")["whole"] is not None
+    assert gone in read_run(run.folder).notes
+    with pytest.raises(ConfigError, match=re.escape(gone)):
+        find_episode(run.folder, "g00000000-r1")
 
 
 def test_it_writes_nothing_into_a_run(run: RecordedRun) -> None:

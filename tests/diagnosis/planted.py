@@ -24,6 +24,7 @@ from typing import Any
 import yaml
 
 from roll_flash.config.tree import load_config
+from roll_flash.monitor.episode_files.steps import open_step, step_files
 from tests.diagnosis.environments import STOP
 
 ROOT = Path(__file__).parents[2]
@@ -153,8 +154,9 @@ def record(folder: Path, archive: Path) -> None:
 def _parts(folder: Path) -> Iterator[tuple[str, bytes]]:
     config = yaml.safe_load((folder / "config.yaml").read_text())
     yield "config.yaml", yaml.safe_dump({**config, "runs": "runs"}).encode()
-    for path in [folder / "metrics.jsonl", *sorted((folder / "episodes").glob("step_*.jsonl"))]:
-        lines = [json.dumps(_short(json.loads(line)), separators=(",", ":")) for line in path.read_text().splitlines()]
+    for path in [folder / "metrics.jsonl", *step_files(folder / "episodes")]:
+        with open_step(path) as written:
+            lines = [json.dumps(_short(json.loads(line)), separators=(",", ":")) for line in written]
         yield str(path.relative_to(folder)), "".join(f"{line}\n" for line in lines).encode()
     first, *_ = (folder / "logs/timeline.jsonl").read_text().splitlines()
     yield "logs/timeline.jsonl", f"{first}\n".encode()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +75,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 def test_three_agents_are_trained_in_one_run_on_every_call_that_they_made(tmp_path: Path) -> None:
     roll_flash("train", one_config(tmp_path), "name=agents", f"runs={tmp_path}")
     steps = [row for row in read_metrics(tmp_path / "agents") if "rows" in row]
-    episodes = [record for path in (tmp_path / "agents/episodes").glob("*.jsonl") for record in records(path)]
+    episodes = read_episodes(tmp_path / "agents/episodes")
     assert [record for record in episodes if record["kind"] != "trajectory"] == []
     assert {record["env_id"] for record in episodes} == ENV_IDS
     for record in episodes:

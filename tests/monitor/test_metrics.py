@@ -47,6 +47,16 @@ def test_a_resumed_run_drops_the_steps_it_will_do_again_but_keeps_a_copy(tmp_pat
     assert kept == [4, 5]
 
 
+def test_a_damaged_line_is_set_aside_by_a_resume_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    damaged = [b'{"step": 2, "rew\x00rd": 0.2}', b'{"stfp": 2}', b"[" * 5000, b'{"step": null}']
+    path.write_bytes(b"\n".join([b'{"step": 1}', *damaged, b'{"step": 3}', b""]))
+    MetricsLog(tmp_path, tensorboard=False, resume_at=3).close()
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 3]
+    assert path.with_name("metrics.jsonl.bak").read_bytes().splitlines() == damaged
+    assert capsys.readouterr().err == f"{path}: 4 damaged lines are now in metrics.jsonl.bak\n"
+
+
 def test_resuming_after_the_last_step_changes_nothing(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, tensorboard=False)
     log.log(1, {"reward": 1.0})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -158,6 +159,21 @@ def test_a_run_that_says_too_little_is_refused(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(RunError, match=r"0 finished steps and .* episodes are too few"):
         calibrated(folder)
+
+
+def test_damaged_lines_are_left_out_with_a_note_and_a_clock_that_went_back_is_refused(tmp_path: Path) -> None:
+    recording = read_recording(run_of(tmp_path, Calibration("made", SPEEDS, load()), steps=3))
+    log = sorted((recording.folder / "episodes").glob("step_*.jsonl"))[0]
+    log.write_bytes(b"\0\n[1]\n" + log.read_bytes())
+    again = read_recording(recording.folder)
+    assert again.episodes == recording.episodes
+    assert "2 damaged lines of episodes/ were left out" in calibrate(again).notes
+    timeline = recording.folder / "logs/timeline.jsonl"
+    *before, last = map(json.loads, timeline.read_text().splitlines())
+    last["started_s"] -= 3600
+    timeline.write_text("".join(json.dumps(each) + "\n" for each in (*before, last)))
+    with pytest.raises(RunError, match=r"the clock went back by \d+ s or more before step 3, so its times measure"):
+        read_recording(recording.folder)
 
 
 def test_differences_that_change_episodes_are_named_and_another_model_is_refused(tmp_path: Path) -> None:

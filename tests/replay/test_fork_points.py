@@ -12,6 +12,7 @@ from roll_flash.config.tree import Config, RolloutConfig, load_config
 from roll_flash.envs.hosting.environments import check_environments
 from roll_flash.envs.task_sources import first_tasks, open_tasks
 from roll_flash.errors import ConfigError, RunError
+from roll_flash.monitor.episode_files import steps
 from roll_flash.replay.fork_points import find_fork_points
 from roll_flash.rollout.episodes.prefix import Prefix
 from roll_flash.scheduling.tasks import TaskSource
@@ -79,7 +80,9 @@ def test_turns_that_came_from_a_recording_and_turns_beyond_the_limit_are_no_stat
         open_tasks(config_of(first, max_turns=1))
 
 
-def test_a_checkpoint_holds_its_place_and_another_log_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_its_place_and_another_log_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = run_of(tmp_path, MIXED)
     source = open_tasks(config_of(run))
     drawn(source, 3)
@@ -91,6 +94,10 @@ def test_a_checkpoint_holds_its_place_and_another_log_is_refused(tmp_path: Path)
     with pytest.raises(ValueError, match="had 7 fork points and has 4 now"):
         again.restore({**state, "fork_points": 7})
     log = run / "episodes" / "step_000000.jsonl"
+    monkeypatch.setattr(steps, "SMALL_BYTES", 0)
+    steps.compress_step(log)
+    assert again.next().task_id == source.next().task_id, "the other run may still be running"
+    steps.decompress_step(log)
     log.write_bytes(b"\n" + log.read_bytes())
     with pytest.raises(RunError, match="changed while its fork points are in use"):
         again.next()

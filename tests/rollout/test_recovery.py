@@ -24,6 +24,7 @@ from roll_flash.config.tree import Config, load_config
 from roll_flash.engines.learner import StepResult
 from roll_flash.envs.task_sources import open_tasks
 from roll_flash.errors import CheckpointError, LearnerError
+from roll_flash.monitor.episode_files import steps
 from roll_flash.monitor.episodes import EpisodesWriter, episode_record, read_episodes, trajectory_of
 from roll_flash.monitor.json_lines import encode, with_checksum
 from roll_flash.monitor.metrics import STEP_S
@@ -34,6 +35,7 @@ from roll_flash.rollout.fleet import Ended
 from roll_flash.rollout.recovery import Recovery
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.turns import TurnBook
+from roll_flash.run.episode_space import EpisodeSpace
 from roll_flash.run.journal import Damage, Journal, cut_at, read_journal, set_aside
 from roll_flash.run.run_dir import Checkpoint, RunDir
 from roll_flash.run.verify import verify_run
@@ -107,7 +109,7 @@ class Learner:
         self._now = []
 
 
-def config_of(folder: Path, **scheduler: Any) -> Config:
+def config_of(folder: Path, episodes_gib: float | None = None, **scheduler: Any) -> Config:
     defaults = {"async_ratio": 1.0, "groups_per_step": 3, "group_size": 2}
     return load_config(
         {
@@ -117,7 +119,7 @@ def config_of(folder: Path, **scheduler: Any) -> Config:
             "envs": [{"id": "Env-v0"}],
             "scheduler": defaults | scheduler,
             "rollout": {"max_concurrent": 9, "retries": 1},
-            "monitor": {"stall_timeout_s": 20.0},
+            "monitor": {"stall_timeout_s": 20.0, "episodes_gib": episodes_gib},
         }
     )
 
@@ -150,6 +152,7 @@ async def play(
             journal=journal,
         )
         loader = LearnerLoader(stream, micro_batch_tokens=12)
+        space = EpisodeSpace(config, run_dir, run.written, lambda _: None)
         async with asyncio.timeout(60), run:
             while learner.version < STEPS:
                 batches = []
@@ -165,7 +168,7 @@ async def play(
                         (folder / "state/version.json").write_text(str(result.version))
                         (folder / "trainer.json").write_text(json.dumps(run.state()))
                         await run.written()
-                await run.written()
+                await space.tidy(result.version)
                 on_step(result.version)
                 rows = {
                     "step": result.version,
@@ -181,10 +184,10 @@ async def play(
 
 
 async def killed(
-    folder: Path, seed: int, *, at: int | None = None, checkpoints: Collection[int] = (2,), **scheduler: Any
+    folder: Path, seed: int, *, at: int | None = None, checkpoints: Collection[int] = (2,), **settings: Any
 ) -> tuple[Config, Learner, Path]:
     """A run to its end; and its folder as it was after step `at`, or at some moment after the checkpoint of step 2."""
-    config = config_of(folder / "whole", **scheduler)
+    config = config_of(folder / "whole", **settings)
     learner, copy = Learner(config.scheduler.highest_async_ratio), folder / "killed/run"
     moment = random.Random(seed).randint(1, 24)
     seen = 0
@@ -201,7 +204,28 @@ async def killed(
 
     with RunDir.create(config, resume=False) as run_dir:
         await play(config, run_dir, learner, Fleet(seed, 0, on_end), checkpoints=checkpoints, on_step=on_step)
-    return config_of(folder / "killed", **scheduler), learner, copy
+    return config_of(folder / "killed", **settings), learner, copy
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_run_compresses_and_removes_is_missed_by_no_resume(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "SMALL_BYTES", 0)
+
+    async def run() -> None:
+        config, whole, copy = await killed(tmp_path, seed, at=5, checkpoints=(2, 4), episodes_gib=1e-9)
+        kept = {path.name for path in (copy / "episodes").glob("step_*")} - {"step_000005.jsonl"}
+        assert kept == {"step_000003.jsonl.gz", "step_000003.removed", "step_000004.jsonl.gz"}
+        said: list[str] = []
+        resumed, learner = await resumed_from(config, said)
+        assert (resumed.recovery.version, resumed.checkpoint.step, len(said)) == (5, 4, 2), said
+        assert learner.steps[5] == whole.steps[5]
+        log = next(finding for finding in verify_run(copy) if finding.check == "log")
+        assert log.ok
+        assert "are not checked: the episodes before step 3 were removed from the disk" in log.detail
+
+    asyncio.run(run())
 
 
 def trained_in(steps: dict[int, list[Any]]) -> list[str]:
@@ -293,6 +317,29 @@ TAMPERED: dict[str, tuple[str, Callable[[Path], None]]] = {
     "tokens are too old": ("staleness", lambda run: change_log(run, age)),
     "the journal has a flipped bit": ("journal", lambda run: flip(journal_of(run))),
 }
+
+
+def test_verify_names_a_journal_of_another_version_and_counts_damaged_lines_of_untrained_episodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def run() -> Path:
+        return (await killed(tmp_path, 3, at=4))[2]
+
+    copy = asyncio.run(run())
+    events, _ = read_journal(copy / "journal")
+    trained = set(
+        trained_in({0: [batch for event in events if event["event"] == "trained" for batch in event["batches"]]})
+    )
+    lines = [(path, line) for path in (copy / "episodes").glob("step_*.jsonl") for line in path.open("rb")]
+    path, line = next((path, line) for path, line in lines if json.loads(line)["episode_id"] not in trained)
+    path.write_bytes(path.read_bytes().replace(line, line.replace(b"reward", b"rewarD")))
+    assert main(["verify", str(copy)]) == 0
+    assert "; 1 damaged lines are of none of them" in capsys.readouterr().out
+    header = with_checksum(encode({"event": "begin", "format": 99}).encode())
+    first = sorted((copy / "journal").glob("after_step_*.jsonl"))[0]
+    first.write_bytes(header + b"\n" + first.read_bytes().partition(b"\n")[2])
+    assert main(["verify", str(copy)]) == 1
+    assert "after_step_000000.jsonl, line 1 is of format 99, not 1" in capsys.readouterr().err
 
 
 def flip(path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from roll_flash.config.tree import Config
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
+from roll_flash.monitor.episode_files.steps import removed_line
 from roll_flash.monitor.metrics import STALENESS_MEAN
 from roll_flash.planner.measured.episodes import MeasuredLoad, measured_load
 from roll_flash.planner.measured.recording import LearnerSpan, Recording, merged, overlap_share
@@ -250,7 +251,9 @@ def _scoring(recording: Recording) -> tuple[StageSpec, ...]:
 
 
 def _notes(recording: Recording, turns: TurnTimes, cores: float) -> list[str]:
-    notes = []
+    notes = [line] if (line := removed_line(recording.folder / "episodes")) else []
+    if recording.damaged:
+        notes.append(f"{recording.damaged} damaged lines of episodes/ were left out")
     stopped = len(recording.stopped_s)
     unfinished = recording.last("bias/unfinished") - stopped / (stopped + len(recording.episodes))
     if unfinished > MAX_UNFINISHED:

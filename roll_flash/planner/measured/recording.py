@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ConfigError, RunError
+from roll_flash.monitor.episode_files.steps import open_steps
 from roll_flash.monitor.episodes import DROPPED_FILE
 from roll_flash.monitor.json_lines import read_lines
 from roll_flash.monitor.metrics import STEP_S, read_metrics
@@ -89,6 +92,8 @@ class Recording:
     steps: tuple[Mapping[str, Any], ...]
     """The rows of `metrics.jsonl` that end a step."""
     timeline: tuple[RecordedStep, ...]
+    damaged: int = 0
+    """Lines of `episodes/` that were left out."""
 
     @property
     def learner_spans(self) -> list[LearnerSpan]:
@@ -109,7 +114,7 @@ def read_recording(folder: Path) -> Recording:
     """Read a run folder, also of a run that still trains. Raises RunError if it says too little, ConfigError if its
     config cannot be read."""
     steps = [row for row in read_metrics(folder) if row.get(STEP_S) is not None]
-    records = list(_newest_records(folder))
+    records, damaged = _newest_records(folder)
     episodes = [_episode(record) for record in records if record["kind"] == "trajectory" and record["turns"]]
     timeline = [_step(line) for line in read_lines(folder / "logs" / TIMELINE)]
     if not steps or not timeline or len(episodes) < MIN_EPISODES:
@@ -117,6 +122,12 @@ def read_recording(folder: Path) -> Recording:
             f"{folder}: {len(steps)} finished steps and {len(episodes)} episodes are too few to measure speeds; a plan "
             f"needs a step and {MIN_EPISODES} episodes of them"
         )
+    for before, after in itertools.pairwise(timeline):
+        if after.started_s < before.started_s:
+            raise RunError(
+                f"{folder}: the clock went back by {before.started_s - after.started_s:.0f} s or more before step "
+                f"{after.step}, so its times measure nothing; take another run"
+            )
     return Recording(
         folder=folder,
         config=load_config(folder / "config.yaml"),
@@ -125,17 +136,27 @@ def read_recording(folder: Path) -> Recording:
         stopped_s=_stopped_s(folder),
         steps=tuple(steps),
         timeline=tuple(timeline),
+        damaged=damaged,
     )
 
 
-def _newest_records(folder: Path) -> Iterator[dict[str, Any]]:
-    left = MAX_EPISODES
-    for file in sorted((folder / "episodes").glob("step_*.jsonl"), reverse=True):
-        for record in read_lines(file):
-            yield record
-            left -= 1
-        if left <= 0:
-            return
+def _newest_records(folder: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return records, newest steps first, and the number of damaged lines between them."""
+    found: list[dict[str, Any]] = []
+    damaged = 0
+    for _, lines in open_steps(folder / "episodes", newest_first=True):
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if isinstance(record, dict):
+                found.append(record)
+            else:
+                damaged += line.endswith(b"\n")
+        if len(found) >= MAX_EPISODES:
+            break
+    return found, damaged
 
 
 def _stopped_s(folder: Path) -> tuple[float, ...]:

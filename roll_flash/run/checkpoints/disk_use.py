@@ -21,7 +21,7 @@ def checkpoint_bytes(config: Config, model_folder: Path) -> int:
 
 
 def check_disk(config: Config, model_folder: Path, *, existing: int = 0) -> str:
-    """Return a line about the disk that checkpoints will take; `existing` is the number of those that are there.
+    """Return a line about the disk that a run will take; `existing` is the number of checkpoints that are there.
 
     Raises RunError if there is no room for the newest and the one that replaces it.
     """
@@ -38,9 +38,11 @@ def check_disk(config: Config, model_folder: Path, *, existing: int = 0) -> str:
     more, when = (
         (2, "two more while they are written and copied") if policy.copy_to else (1, "one more while it is written")
     )
+    limit = config.monitor.episodes_gib
+    episodes = "without a limit (monitor.episodes_gib)" if limit is None else f"up to {limit:g} GiB"
     return (
         f"checkpoints take about {_gib(each)} each; up to {kept} kept, and {when}: "
-        f"{_gib((kept + more) * each)}; {_gib(free)} are free on this disk"
+        f"{_gib((kept + more) * each)}; episodes {episodes}; {_gib(free)} are free on this disk"
     )
 
 

@@ -1,0 +1,1 @@
+"""Files of `episodes/`: one per step, compressed when the step has ended."""

@@ -1,0 +1,100 @@
+"""Keeps `episodes/` small while training continues: compresses finished steps, removes the oldest beyond a bound.
+
+Nothing that `--resume` needs is removed: the episodes since the oldest checkpoint of `checkpoint.keep`, and those that
+its unfinished groups may have, stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from roll_flash.config.tree import Config
+from roll_flash.monitor.episode_files.steps import (
+    compress_step,
+    remove_oldest,
+    removed_before,
+    removed_line,
+    step_files,
+    step_of,
+    stored_bytes,
+)
+from roll_flash.processes.background import call_in_thread
+from roll_flash.run.run_dir import RunDir, list_checkpoints
+
+GIB = 1 << 30
+CLOSE_TIMEOUT_S = 5.0
+"""Maximum wait for the block that is being compressed when the run ends."""
+
+
+class EpisodeSpace:
+    """`written` waits until the disk has all episodes of earlier steps. `note` gets each line once."""
+
+    def __init__(
+        self, config: Config, run_dir: RunDir, written: Callable[[], Awaitable[None]], note: Callable[[str], None]
+    ) -> None:
+        self._config = config
+        self._run_folder, self._folder = run_dir.folder, run_dir.episodes
+        self._written = written
+        self._note = note
+        self._said: set[str] = set()
+        self._version = 0
+        self._changed = asyncio.Event()
+        self._closes = threading.Event()
+        self._bytes = sum(map(stored_bytes, step_files(self._folder)))
+
+    def step_ended(self, version: int) -> None:
+        """From now on episodes end at `version`, so the files of earlier steps are finished."""
+        self._version = version
+        self._changed.set()
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "machine/episodes_gib": self._bytes / GIB,
+            "machine/episodes_removed_steps": float(removed_before(self._folder)),
+        }
+
+    async def run(self) -> None:
+        """Work after each step, until cancelled. A file that cannot be compressed or removed stays, with a line."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await self.tidy(self._version)
+
+    async def tidy(self, version: int) -> None:
+        """Work once, on the steps before `version`."""
+        await self._written()
+        working = asyncio.ensure_future(call_in_thread(partial(self._tidy, version)))
+        try:
+            await asyncio.shield(working)
+        except OSError as error:
+            self._say("os", f"{error.filename or self._folder}: {error.strerror}: the episodes there stay as they are")
+        finally:
+            if not working.done():
+                self._closes.set()
+                await asyncio.wait([working], timeout=CLOSE_TIMEOUT_S)
+        if line := removed_line(self._folder):
+            self._say("removed", f"{line}; from now on only the metrics say how many")
+
+    def _say(self, kind: str, line: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            self._note(line)
+
+    def _tidy(self, version: int) -> None:
+        monitor = self._config.monitor
+        if monitor.compress_episodes:
+            for path in step_files(self._folder):
+                if step_of(path) < version and path.exists() and not self._closes.is_set():
+                    compress_step(path, lambda: not self._closes.is_set())
+        if monitor.episodes_gib is not None:
+            remove_oldest(self._folder, most_bytes=monitor.episodes_gib * GIB, before=self._first_needed())
+        self._bytes = sum(map(stored_bytes, step_files(self._folder)))
+
+    def _first_needed(self) -> int:
+        """Return the first step of which a resume may need episodes."""
+        kept = list_checkpoints(self._run_folder)[-self._config.checkpoint.keep :]
+        return kept[0].step - math.floor(self._config.scheduler.highest_async_ratio) if kept else 0
