@@ -17,7 +17,6 @@ from roll_flash.processes.background import DaemonThreads
 from roll_flash.processes.ray.local_ray import local_ray, own_gpus, unused_gpus
 from roll_flash.run.checkpoints.disk_use import check_disk
 from roll_flash.run.run_dir import check_run_folder, list_checkpoints
-from roll_flash.scheduling.open_tasks import open_tasks
 from roll_flash.start_checks import check_parts
 from roll_flash.types import Task
 
@@ -31,8 +30,7 @@ def dry_run(config: Config, *, resume: bool = False) -> list[str]:
     checked = check_parts(config)
     prompts = PromptCheck(config, checked.model_folder) if checked.model_folder is not None else None
     tried = [line for task in checked.first_tasks for line in asyncio.run(_try_environment(config, task, prompts))]
-    size = open_tasks(config).size
-    tasks = "tasks: " + ("as many as their source gives" if size is None else f"{size:,} to train on")
+    tasks = "tasks: as many as their source gives" if checked.tasks is None else f"tasks: {checked.tasks:,} to train on"
     fit = checked.fit or asyncio.run(_fit_with_ray(config))
     placement = [f"placement: {line}" for line in [*fit.plan.lines(), *filter(None, [unused_gpus(config.ray)])]]
     placement += sandbox_load(config, fit.plan, checked.sandboxes)
