@@ -115,7 +115,7 @@ def _check_own_functions(config: LearnerConfig) -> None:
 def _check_prompts(config: Config, folder: Path, levels: Sequence[Sequence[Task]]) -> None:
     prompts = PromptCheck(config, folder)
     prompts.check(levels)
-    if (warning := prompts.warning()) is not None:
+    for warning in prompts.warnings():
         say(warning, error=True)
 
 

@@ -136,6 +136,17 @@ def test_a_dry_run_loads_the_tokenizer_and_draws_the_first_tasks_once(
     assert (len(loaded), len(drawn)) == (1, 1)
 
 
+@pytest.mark.parametrize("role", ["user", "human"])
+def test_a_role_that_models_do_not_know_is_said(role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "my.jsonl"
+    chats = [[{"role": "system", "content": "Be brief."}, {"role": role, "content": str(n)}] for n in range(9)]
+    rows.write_text("".join(json.dumps({"messages": chat, "answer": "2"}) + "\n" for chat in chats))
+    envs = [{"id": "Dataset-v0", "data": {"path": str(rows)}, "reward": "exact"}]
+    check_parts(config("inference.engine=transformers", "model.max_length=200", f"runs={tmp_path}", envs=envs))
+    is_said = "a prompt has a message with the role 'human', which the model may never" in capsys.readouterr().err
+    assert is_said == (role == "human")
+
+
 SLOW_SOURCE = """
 import roll_flash
 class Slow(roll_flash.TaskSource):

@@ -98,7 +98,7 @@ def prompt_of(env: EnvConfig, row: Mapping[str, Any], place: object) -> str | li
         return data.template.format_map(row)
     messages = data.columns.get("messages", "messages")
     if messages in row and ("prompt" not in data.columns or "messages" in data.columns):
-        return _checked_messages(row[messages], messages, place)
+        return _checked_messages(_from_json(row[messages], messages, place), messages, place)
     prompt = data.columns.get("prompt", "prompt")
     if prompt not in row:
         raise ConfigError(

@@ -142,15 +142,14 @@ def _require_utf8(values: Iterable[str], path: Path, line: int) -> None:
 
 
 def _delimiter(path: Path) -> str:
-    """Return what separates the columns: if the first line has no comma, what it has instead, which is said."""
+    """Return what separates the columns: if the first line has not what the suffix says, what it has instead, which is
+    said."""
     with path.open("rb") as file:
         line = file.readline(MAX_ROW_BYTES)
     require_text(line, str(path))
-    if path.suffix.lower() == ".tsv":
-        return "\t"
-    first = _QUOTED.sub("", line.decode(errors="replace"))
-    found = "," if "," in first else next((one for one in ";\t|" if one in first), ",")
-    if found != ",":
+    first, usual = _QUOTED.sub("", line.decode(errors="replace")), "\t" if path.suffix.lower() == ".tsv" else ","
+    found = next((one for one in (usual, *",;\t|") if one in first), usual)
+    if found != usual:
         say(f"data {path}: its columns are separated by {found!r}", error=True)
     return found
 

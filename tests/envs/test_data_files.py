@@ -34,7 +34,8 @@ def opened(path: Path) -> Rows:
 
 
 @pytest.mark.parametrize(
-    ("name", "separator"), [("my.csv", ","), ("my.csv", ";"), ("my.csv", "\t"), ("my.csv", "|"), ("my.tsv", "\t")]
+    ("name", "separator"),
+    [("my.csv", ","), ("my.csv", ";"), ("my.csv", "\t"), ("my.csv", "|"), ("my.tsv", "\t"), ("my.tsv", ",")],
 )
 def test_columns_of_a_spreadsheet_are_found_and_another_separator_is_said(
     name: str, separator: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -42,7 +43,7 @@ def test_columns_of_a_spreadsheet_are_found_and_another_separator_is_said(
     (tmp_path / name).write_text(f"prompt{separator}answer\nHow much is it?{separator}6\n")
     assert list(opened(tmp_path / name)) == [{"prompt": "How much is it?", "answer": "6"}]
     is_said = "its columns are separated by" in capfd.readouterr().err
-    assert is_said == (name == "my.csv" and separator != ",")
+    assert is_said == (separator != {"my.csv": ",", "my.tsv": "\t"}[name])
 
 
 def test_a_column_without_a_name_and_a_separator_within_quotes_are_read(tmp_path: Path) -> None:

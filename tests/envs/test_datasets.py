@@ -287,6 +287,26 @@ def test_keys_that_only_other_messages_have_are_not_in_a_chat(tmp_path: Path) ->
     assert sorted(found, key=len, reverse=True) == [row["messages"] for row in rows]
 
 
+def test_a_chat_in_a_file_without_lists_is_json(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+    rows = [{"messages": json.dumps([*chat, {"role": "user", "content": str(n)}]), "answer": 2} for n in range(9)]
+    assert tasks(write(tmp_path / "chats.jsonl", rows)).task(0).kwargs["messages"][:2] == chat
+    with pytest.raises(ConfigError, match=r"my\.jsonl, line 1: 'messages' is no JSON"):
+        tasks(write(tmp_path / "my.jsonl", [{"messages": "[{", "answer": 2}]))
+
+
+@pytest.mark.parametrize(("answer", "is_said"), [("1 + 1 #### 2", True), ("2", False)])
+def test_a_first_answer_that_its_reward_rejects_is_said_at_the_start(
+    answer: str, is_said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"1 + {n}?", "answer": answer} for n in range(9)]
+    tasks(write(tmp_path / "my.jsonl", rows), kwargs={"answer_in": "last_number"})
+    says = (
+        f"reward exact gives 0 to the right answer of {tmp_path}/my.jsonl, line 1, '1 + 1 #### 2', with answer_in: last"
+    )
+    assert (says in capsys.readouterr().err) == is_said
+
+
 class StandInRows(list[dict[str, Any]]):
     """A stand-in for a data set of the library."""
 
