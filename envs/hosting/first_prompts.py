@@ -35,14 +35,17 @@ class PromptCheck:
         self._config = config
         self._tokenizer = load_checked_tokenizer(folder, config.model.chat_template_kwargs)
         self._roles: set[str] = set()
+        self._left_out: set[str] = set()
 
     def tokens(self, task: Task, messages: Sequence[Message], tools: Tools = None) -> int:
         """Return the number of tokens of a task's prompt. Raises ConfigError if the chat template refuses it or it
         leaves no room for an answer."""
         try:
-            chat = ToolChat(tools, chat_template_of(self._tokenizer) if tools else None)
+            template = chat_template_of(self._tokenizer)
+            chat = ToolChat(tools, template if tools else None)
             opening = chat.opening(messages)
             self._roles.update(message["role"] for message in messages)
+            self._left_out.update(template.left_out(list(messages)))
             begun = open_conversation(self._config.model.thinking, self._tokenizer, opening, chat.native)
         except ModelError as error:
             raise ConfigError(f"the prompt of task {task.task_id} cannot be rendered: {error}") from None
@@ -73,7 +76,14 @@ class PromptCheck:
 
     def warnings(self) -> list[str]:
         """Return a line for what is seldom meant, in the config or in a prompt that was checked."""
-        return [line for line in (self._cut_thoughts(), self._unknown_roles()) if line is not None]
+        found = (self._cut_thoughts(), self._unknown_roles(), self._unseen_messages())
+        return [line for line in found if line is not None]
+
+    def _unseen_messages(self) -> str | None:
+        if not self._left_out:
+            return None
+        roles = " and ".join(sorted(self._left_out))
+        return f"the chat template leaves out text of {roles} messages, or changes it: the model does not see all of it"
 
     def _unknown_roles(self) -> str | None:
         unknown = sorted(self._roles - ROLES)
