@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from roll_flash.config.tree import Config, EnvConfig, ModelConfig
@@ -21,42 +22,53 @@ NAMED_SOURCES = {"fork_points": "roll_flash.replay.fork_points:ForkPoints"}
 ROWS_SOURCE = "roll_flash.envs.datasets.source:DatasetTasks"
 
 
+@dataclass(frozen=True, slots=True)
+class EntryTasks:
+    """The task sources of one entry of `envs`. Each is made once, because a user's own may take minutes."""
+
+    env: EnvConfig
+    levels: Sequence[TaskSource]
+    """One for each of `env.variants`."""
+    source: TaskSource
+    """What training draws from, and whose held-out tasks are evaluated: the only level, or a curriculum."""
+
+
+def open_entries(config: Config) -> list[EntryTasks]:
+    """Return the task sources of each entry of `envs`, not shuffled yet. Raises ConfigError."""
+    return [_open_entry(env, config.eval.seeds_from, config.model) for env in config.envs]
+
+
 def open_tasks(config: Config) -> TaskSource:
     """Return the task source of a run, in the order of its seed. Raises ConfigError."""
-    sources = [open_source(env, config.eval.seeds_from, config.model) for env in config.envs]
+    sources = [entry.source for entry in open_entries(config)]
     source = sources[0] if len(sources) == 1 else MixedTasks(sources, [env.weight for env in config.envs])
     source.shuffle(config.seed)
     return source
 
 
-def open_source(env: EnvConfig, held_out_from: int, model: ModelConfig | None = None) -> TaskSource:
-    """Return the tasks of one entry of `envs`. `held_out_from`: its first held-out seed; `model`: the one that trains,
-    into which the prompts of rows must fit. Raises ConfigError."""
-    evaluated = _open_level(env, env.kwargs, held_out_from, model)
-    if not env.levels:
-        return evaluated
-    levels = [_open_level(env, kwargs, held_out_from, model) for kwargs in env.variants]
-    return CurriculumTasks(levels, evaluated=evaluated)
+def open_source(env: EnvConfig, held_out_from: int) -> TaskSource:
+    """Return the tasks of one entry of `envs`, for its held-out ones. `held_out_from`: the first held-out seed. Raises
+    ConfigError."""
+    return _open_entry(env, held_out_from, None).source
 
 
 def first_tasks(config: Config) -> list[Task]:
     """Return the first training task of each level of each environment, and one of each kind of rows. Raises
     ConfigError."""
-    return [tasks[0] for tasks in first_tasks_of_levels(config, 1)]
+    return [tasks[0] for tasks in first_tasks_of_levels(open_entries(config), config.seed, 1)]
 
 
-def first_tasks_of_levels(config: Config, count: int) -> list[list[Task]]:
+def first_tasks_of_levels(entries: Sequence[EntryTasks], seed: int, count: int) -> list[list[Task]]:
     """Return up to `count` training tasks, at least one, of each level of each environment; of a level with several
     kinds of rows one of each kind, apart. Raises ConfigError."""
     found: list[list[Task]] = []
-    for env in config.envs:
-        for kwargs in env.variants:
-            source = _open_level(env, kwargs, config.eval.seeds_from, config.model)
-            source.shuffle(config.seed)
+    for entry in entries:
+        for source in entry.levels:
+            source.shuffle(seed)
             try:
                 kinds = source.examples()
             except StopIteration:
-                raise ConfigError(f"envs: the task source of {env.id} has no training task") from None
+                raise ConfigError(f"envs: the task source of {entry.env.id} has no training task") from None
             more = _next_tasks(source, count - 1) if len(kinds) == 1 else []
             found.extend([kind, *more] for kind in kinds)
     return found
@@ -70,6 +82,15 @@ def _next_tasks(source: TaskSource, count: int) -> list[Task]:
     except StopIteration:
         return found
     return found
+
+
+def _open_entry(env: EnvConfig, held_out_from: int, model: ModelConfig | None) -> EntryTasks:
+    """`model`: the one that trains, into which the prompts of rows must fit."""
+    levels = [_open_level(env, kwargs, held_out_from, model) for kwargs in env.variants]
+    if not env.levels:
+        return EntryTasks(env, levels, levels[0])
+    evaluated = _open_level(env, env.kwargs, held_out_from, model)
+    return EntryTasks(env, levels, CurriculumTasks(levels, evaluated=evaluated))
 
 
 def _open_level(env: EnvConfig, kwargs: Mapping[str, Any], held_out_from: int, model: ModelConfig | None) -> TaskSource:

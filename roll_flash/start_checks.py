@@ -13,9 +13,9 @@ from roll_flash.config.user_code import load_function
 from roll_flash.envs.hosting.environments import check_environments
 from roll_flash.envs.hosting.first_prompts import TASKS, PromptCheck
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
-from roll_flash.envs.task_sources import first_tasks_of_levels
+from roll_flash.envs.task_sources import first_tasks_of_levels, open_entries
 from roll_flash.errors import ConfigError
-from roll_flash.evaluation.tasks import held_out_tasks
+from roll_flash.evaluation.tasks import held_out_of
 from roll_flash.inference.open import check_engine, why_no_replay
 from roll_flash.learner.demonstrations import check_demonstrations
 from roll_flash.learner.open import check_learner
@@ -26,6 +26,7 @@ from roll_flash.models.shape import has_experts
 from roll_flash.planner.machines.fit import Fit, fit_here
 from roll_flash.run.checkpoints.store import store_of
 from roll_flash.sandboxes import SandboxSpec, SandboxUnavailable
+from roll_flash.scheduling.tasks import total_size
 from roll_flash.stages.reward_stage import check_stages
 from roll_flash.terminal import say
 from roll_flash.types import Task
@@ -41,6 +42,8 @@ class Checked:
     """Sandboxes that environments will request, as far as known before their tasks; empty if none needs a sandbox."""
     first_tasks: tuple[Task, ...]
     """The first training task of each level of each environment, and one of each kind of rows."""
+    tasks: int | None
+    """Number of different training tasks; None: unknown or without end."""
     fit: Fit | None
     """What the run needs of this machine; None if that is known only when Ray runs."""
 
@@ -58,12 +61,14 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
     fit = fit_here(config, trains=trains, serves=serves)
     if trains:
         _check_learner(config, folder)
-    levels = first_tasks_of_levels(config, TASKS)
+    entries = open_entries(config)
+    size = total_size([entry.source for entry in entries])
+    levels = first_tasks_of_levels(entries, config.seed, TASKS)
     in_sandboxes = check_environments([tasks[0] for tasks in levels], config.rollout)
     if not trains or config.eval.before_and_after or config.eval.every:
-        for env in config.envs:
-            (first, *_) = held_out_tasks(env, config.eval)
-            if env.task_source is not None:
+        for entry in entries:
+            (first, *_) = held_out_of(entry.source, entry.env, config.eval)
+            if entry.env.task_source is not None:
                 check_environments([first], config.rollout)
     specs = [env.sandbox_spec or default_spec(config.sandbox) for env in in_sandboxes]
     if trains:
@@ -74,7 +79,7 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
             check_demonstrations(config.warm_start, folder, config.model)
     if folder is not None:
         _check_prompts(config, folder, levels)
-    return Checked(folder, tuple(dict.fromkeys(specs)), tuple(tasks[0] for tasks in levels), fit)
+    return Checked(folder, tuple(dict.fromkeys(specs)), tuple(tasks[0] for tasks in levels), size, fit)
 
 
 def _check_learner(config: Config, folder: Path | None) -> None:
@@ -110,7 +115,7 @@ def _check_own_functions(config: LearnerConfig) -> None:
 def _check_prompts(config: Config, folder: Path, levels: Sequence[Sequence[Task]]) -> None:
     prompts = PromptCheck(config, folder)
     prompts.check(levels)
-    if (warning := prompts.warning()) is not None:
+    for warning in prompts.warnings():
         say(warning, error=True)
 
 

@@ -130,7 +130,7 @@ def test_an_error_in_the_background_ends_the_start_of_an_evaluation_too(monkeypa
         with first_failure() as failure:
             async with (
                 asyncio.timeout(5),
-                system.open_rollout(config, Checked(Path(), (), (), None), failure, logs=Path()),
+                system.open_rollout(config, Checked(Path(), (), (), None, None), failure, logs=Path()),
             ):
                 raise AssertionError("nothing has started")
 

@@ -56,6 +56,21 @@ def test_a_template_that_refuses_the_system_message_is_one_line(rows: Path, tmp_
         check(rows, folder, system="Be brief.")
 
 
+WITHOUT_SYSTEM = "{% set messages = messages | rejectattr('role', 'eq', 'system') | list %}" + CHAT_TEMPLATE
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, WITHOUT_SYSTEM])
+def test_a_template_that_leaves_out_the_system_message_is_said(
+    template: str, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = model_with(tmp_path, template)
+    check(rows, folder)
+    assert "leaves out" not in capsys.readouterr().err
+    check(rows, folder, system="Be brief.")
+    is_said = "the chat template leaves out text of system messages" in capsys.readouterr().err
+    assert is_said == (template == WITHOUT_SYSTEM)
+
+
 def test_prompts_that_are_all_too_long_are_one_line_and_a_few_are_not(rows: Path) -> None:
     long = json.dumps({"prompt": "x" * 300, "answer": "2"}) + "\n"
     few = rows.read_text() + "".join(long.replace("xx", f"{n:02}", 1) for n in range(40, 42))

@@ -26,6 +26,7 @@ from roll_flash.cli.main import main
 from roll_flash.cluster import reservation
 from roll_flash.cluster.nodes import Node
 from roll_flash.config.tree import Config, load_config
+from roll_flash.config.user_code import load_object
 from roll_flash.errors import ConfigError, ModelError, PlacementError
 from roll_flash.inference.vllm import server as vllm_server
 from roll_flash.models.prepare import resolve_model
@@ -133,6 +134,45 @@ def test_a_dry_run_loads_the_tokenizer_and_draws_the_first_tasks_once(
     lines = dry_run.dry_run(config(*words, envs=envs))
     assert any("Dataset-v0 resets with" in line for line in lines)
     assert (len(loaded), len(drawn)) == (1, 1)
+
+
+@pytest.mark.parametrize("role", ["user", "human"])
+def test_a_role_that_models_do_not_know_is_said(role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "my.jsonl"
+    chats = [[{"role": "system", "content": "Be brief."}, {"role": role, "content": str(n)}] for n in range(9)]
+    rows.write_text("".join(json.dumps({"messages": chat, "answer": "2"}) + "\n" for chat in chats))
+    envs = [{"id": "Dataset-v0", "data": {"path": str(rows)}, "reward": "exact"}]
+    check_parts(config("inference.engine=transformers", "model.max_length=200", f"runs={tmp_path}", envs=envs))
+    is_said = "a prompt has a message with the role 'human', which the model may never" in capsys.readouterr().err
+    assert is_said == (role == "human")
+
+
+SLOW_SOURCE = """
+import roll_flash
+class Slow(roll_flash.TaskSource):
+    made = []
+    size = 7
+    def __init__(self, env):
+        self.made.append(dict(env.kwargs))
+        self.number = 0
+    def next(self):
+        self.number += 1
+        return roll_flash.Task(f"slow:{self.number}", "TextFrozenLake-v0", self.number, {"size": 3})
+    def held_out(self, count):
+        return [roll_flash.Task("slow:held_out", "TextFrozenLake-v0", 0, {"size": 3})]
+    def state(self): return {"number": self.number}
+    def restore(self, state): self.number = state["number"]
+"""
+
+
+@pytest.mark.parametrize("levels", [[], [{"size": 3}, {"size": 4}]])
+def test_a_dry_run_makes_each_task_source_of_the_user_once(levels: list[dict[str, int]], tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_SOURCE)
+    entry_point = f"{tmp_path}/slow.py:Slow"
+    envs = [{"id": "TextFrozenLake-v0", "task_source": {"entry_point": entry_point}, "levels": levels}]
+    lines = dry_run.dry_run(config("inference.engine=transformers", f"runs={tmp_path}", envs=envs))
+    assert f"tasks: {7 * max(1, len(levels))} to train on" in lines
+    assert load_object(entry_point).made == [*levels, {}]
 
 
 def test_a_tokenizer_that_has_changed_is_loaded_anew(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ def check_config(
         check_environment(task.env_id, task.kwargs, provider=provider, seeds=seeds, timeout_s=timeout_s)
         for task in first_tasks(config)
     )
-    return [*(check_data_set(env, room) for env in with_rows), *played]
+    model = None if room is None else config.model
+    return [*(check_data_set(env, room, model) for env in with_rows), *played]
 
 
 def _room(config: Config) -> Room | None:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from roll_flash.config.tree import DATASET_ENV, EnvConfig
+from roll_flash.config.tree import DATASET_ENV, EnvConfig, ModelConfig
 from roll_flash.envs.check.checks import TOLERANCE, EnvCheck, EnvReport
 from roll_flash.envs.datasets.env import DatasetEnv
 from roll_flash.envs.datasets.rewards import READY
@@ -47,14 +47,17 @@ class Room:
     answer: int
 
 
-def check_data_set(env: EnvConfig, room: Room | None) -> EnvReport:
-    """Check all rows of one entry of `envs`. Without `room` tokens are not counted.
+def check_data_set(env: EnvConfig, room: Room | None, model: ModelConfig | None = None) -> EnvReport:
+    """Check the rows of one entry of `envs`, without those that training leaves out because their prompt does not fit
+    into `model`. Without `room` tokens are not counted.
 
-    Raises ConfigError, with its line, for the first row that is no task.
+    Raises ConfigError, with its line, for the first row that is no task, and if no row is left.
     """
-    source = DatasetTasks(env)
+    source = DatasetTasks(env, model)
     found = _Rows.read(source)
-    sizes = EnvCheck("rows are tasks", "pass", f"{source.size:,} to train on, {source.held_out_size:,} held out")
+    left_out = f", {source.without_room:,} left out" if source.without_room else ""
+    detail = f"{source.size:,} to train on, {source.held_out_size:,} held out{left_out}"
+    sizes = EnvCheck("rows are tasks", "pass", detail)
     checks = [sizes, _repeats(found), _contradicts(found), _leaks(found)]
     if env.id == DATASET_ENV:
         checks += [_leaves_room(source, found, room), _scorers_accept(env, source)]
@@ -183,9 +186,9 @@ def _leaves_room(source: DatasetTasks, found: _Rows, room: Room | None) -> EnvCh
     at_least = "at least " if too_long == len(tokens) < source.size else ""
     return EnvCheck(
         name,
-        "fail",
+        "skip",
         f"{at_least}{too_long:,} prompts leave fewer than rollout.max_new_tokens={room.answer} tokens; {detail}",
-        "raise model.max_length, or leave rows out with data.max_prompt_characters",
+        "fine if answers are shorter; else raise model.max_length, or leave rows out with data.max_prompt_characters",
     )
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
 from roll_flash.chat.templates import Tools
-from roll_flash.config.sections.data import DEMONSTRATION_COLUMNS, RewardConfig
+from roll_flash.config.sections.data import COLUMNS, DEMONSTRATION_COLUMNS, RewardConfig
 from roll_flash.config.tree import DATASET_ENV, EnvConfig
-from roll_flash.envs.datasets.rewards import check_reward, fault_of_answer, is_empty, reads_answer
+from roll_flash.envs.datasets.rewards import check_reward, fault_of_answer, is_empty, reads_answer, reads_row
 from roll_flash.envs.hosting.waiting import call_in_time
 from roll_flash.errors import ConfigError
 from roll_flash.types import Message
@@ -23,6 +24,45 @@ KWARGS = ("answer_in", "tools", "max_turns")
 """Keyword arguments of Dataset-v0 that an entry of `envs` can set; the others come from rows."""
 ROW_KWARGS = (*KWARGS, "reward")
 """What a row of Dataset-v0 can set for itself; `reward`: names of rewards of the entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsedColumns:
+    """Which columns of a data set are read. What the others hold does not matter."""
+
+    names: frozenset[str] | None
+    """None: all."""
+    required: tuple[frozenset[str], ...] = ()
+    """One of each of these must be in a row."""
+    by_rewards: bool = False
+    """Functions of the user get the other columns too, as far as a row can hold them."""
+
+    def of(self, present: Sequence[str]) -> list[str]:
+        """Return those of `present` to read: all if a required one is missing, for the message that names them."""
+        if self.names is None or self.by_rewards or any(one.isdisjoint(present) for one in self.required):
+            return list(present)
+        return [name for name in present if name in self.names]
+
+    def must_hold(self, name: str) -> bool:
+        """Return True if a row is useless without the column."""
+        return self.names is None or name in self.names
+
+
+def used_columns(env: EnvConfig) -> UsedColumns:
+    """Return what an entry of `envs`, whose rewards `AnswerCheck` has accepted, reads of its data."""
+    assert env.data is not None
+    data = env.data
+    own = {name for name in (data.environment_column, data.kwargs_column) if name is not None}
+    if data.kwargs_column is None and (env.id != DATASET_ENV or own):  # columns are keyword arguments
+        return UsedColumns(None)
+    ours = {name: data.columns.get(name, name) for name in COLUMNS}
+    named = frozenset({*data.columns.values(), *_fields(data.template or ""), *own})
+    asked = frozenset({ours["prompt"], ours["messages"]} if data.template is None else ())
+    answer = frozenset([ours["answer"]])
+    required = [frozenset([name]) for name in named]
+    if env.id == DATASET_ENV and not own:
+        required += [asked] * bool(asked) + [answer] * any(map(reads_answer, env.reward))
+    return UsedColumns(named | asked | answer | {ours["id"]}, tuple(required), any(map(reads_row, env.reward)))
 
 
 def environment_of(env: EnvConfig, row: Mapping[str, Any], place: object) -> str:
@@ -58,7 +98,7 @@ def prompt_of(env: EnvConfig, row: Mapping[str, Any], place: object) -> str | li
         return data.template.format_map(row)
     messages = data.columns.get("messages", "messages")
     if messages in row and ("prompt" not in data.columns or "messages" in data.columns):
-        return _checked_messages(row[messages], messages, place)
+        return _checked_messages(_from_json(row[messages], messages, place), messages, place)
     prompt = data.columns.get("prompt", "prompt")
     if prompt not in row:
         raise ConfigError(
@@ -177,6 +217,14 @@ def _own_kwargs(env: EnvConfig, row: Mapping[str, Any], place: object) -> Mappin
     return own
 
 
+def demonstration_columns(columns: Mapping[str, str]) -> UsedColumns:
+    """Return what is read of demonstrations. `columns`: names where they differ from ours."""
+    name = {ours: columns.get(ours, ours) for ours in DEMONSTRATION_COLUMNS}
+    required = [frozenset([theirs]) for theirs in columns.values()]
+    either = [frozenset([name["messages"], name[other]]) for other in ("prompt", "answer")]
+    return UsedColumns(frozenset(name.values()), (*required, *either))
+
+
 def demonstration_of(row: Mapping[str, Any], columns: Mapping[str, str], place: object) -> tuple[list[Message], Tools]:
     """Return the conversation of a row that a model is to imitate, and the tools that it calls. Raises ConfigError."""
     name = {ours: columns.get(ours, ours) for ours in DEMONSTRATION_COLUMNS}
@@ -186,10 +234,7 @@ def demonstration_of(row: Mapping[str, Any], columns: Mapping[str, str], place: 
     tools = _from_json(row.get(name["tools"]), name["tools"], place)
     if name["messages"] in row:
         value = _from_json(row[name["messages"]], name["messages"], place)
-        messages = [
-            {key: item for key, item in message.items() if item is not None}  # columnar files fill in all keys
-            for message in _checked_messages(value, name["messages"], place, is_prompt=False)
-        ]
+        messages = _checked_messages(value, name["messages"], place, is_prompt=False)
     elif name["prompt"] in row and name["answer"] in row:
         prompt, answer = row[name["prompt"]], row[name["answer"]]
         if is_empty(answer):
@@ -253,7 +298,8 @@ def _checked_messages(value: Any, column: str, place: object, *, is_prompt: bool
             f"{place}: {column!r} end with a message of the assistant, which leaves nothing to ask; leave it out, or "
             "imitate such rows first (warm_start.demonstrations)"
         )
-    return list(value)
+    # Files with columns fill in the keys that other messages have.
+    return [{key: item for key, item in one.items() if item is not None or key == "content"} for one in value]
 
 
 def _has_text(message: Message) -> bool:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from roll_flash.config.sections.data import DataConfig
 from roll_flash.config.user_code import load_object
 from roll_flash.envs.adapters.optional_package import import_optional
+from roll_flash.envs.datasets.columns import UsedColumns
 from roll_flash.envs.datasets.rows import MAX_ROW_BYTES, NOT_UTF8, Rows, require_text
 from roll_flash.envs.datasets.spooled import spooled
 from roll_flash.errors import ConfigError, first_line
@@ -23,6 +25,8 @@ NO_ROW_S = 300.0
 """Maximum seconds between two rows of a Python object."""
 DOWNLOAD_S = 3600.0
 """Maximum seconds that the library may take until a row; it downloads all files before."""
+PARQUET_ROWS = 1024
+"""Rows of a Parquet file that are in memory at once."""
 REASON_CHARACTERS = 200
 _OF_WINDOWS = re.compile(r"[A-Za-z]:[\\/]|[^:]*\\")
 _QUOTED = re.compile('"[^"]*"')
@@ -39,20 +43,21 @@ _AS_LINES = {
 }
 
 
-def open_rows(data: DataConfig, path: str, split: str) -> Rows:
-    """Open the rows of a file, a folder, a Python object, or a data set on a hub. Raises ConfigError."""
+def open_rows(data: DataConfig, path: str, split: str, used: UsedColumns) -> Rows:
+    """Open the rows of a file, a folder, a Python object, or a data set on a hub; of what is stored by column, only
+    the `used` ones are read. Raises ConfigError."""
     file = Path(path).expanduser()
     kind = "" if file.is_dir() else file.suffix.lower()
     _require_place(path, file)
     if is_python(path):
-        return Rows(spooled(_users_rows(path), path, NO_ROW_S), path, "row")
+        return Rows(spooled(_users_rows(path), path, NO_ROW_S, used), path, "row")
     if kind in FILES:
         _require_one_file(data, path, file, split)
     try:
         if kind in (".jsonl", ".ndjson"):
             return Rows(file.open("rb"), path)
         if kind in (".csv", ".tsv"):
-            return Rows(spooled(_csv_rows(file), path, NO_ROW_S), path, "row")
+            return Rows(spooled(_csv_rows(file), path, NO_ROW_S, used), path, "row")
         if kind != ".parquet" and file.is_file():
             hint = _AS_LINES.get(kind, "")
             raise ConfigError(
@@ -60,8 +65,8 @@ def open_rows(data: DataConfig, path: str, split: str) -> Rows:
             )
         if "/" not in path and not file.exists():
             raise ConfigError(f"data {path}: no such file or folder (looked in {Path.cwd()})")
-        rows = _library_rows(data, path, file, split)
-        return Rows(spooled(rows, path, DOWNLOAD_S), path, "row")
+        rows = _library_rows(data, path, file, split, used)
+        return Rows(spooled(rows, path, DOWNLOAD_S, used), path, "row")
     except OSError as error:
         raise ConfigError(f"data {path}: cannot be read: {error.strerror or error}") from None
 
@@ -137,33 +142,38 @@ def _require_utf8(values: Iterable[str], path: Path, line: int) -> None:
 
 
 def _delimiter(path: Path) -> str:
-    """Return what separates the columns: if the first line has no comma, what it has instead, which is said."""
+    """Return what separates the columns: if the first line has not what the suffix says, what it has instead, which is
+    said."""
     with path.open("rb") as file:
         line = file.readline(MAX_ROW_BYTES)
     require_text(line, str(path))
-    if path.suffix.lower() == ".tsv":
-        return "\t"
-    first = _QUOTED.sub("", line.decode(errors="replace"))
-    found = "," if "," in first else next((one for one in ";\t|" if one in first), ",")
-    if found != ",":
+    first, usual = _QUOTED.sub("", line.decode(errors="replace")), "\t" if path.suffix.lower() == ".tsv" else ","
+    found = next((one for one in (usual, *",;\t|") if one in first), usual)
+    if found != usual:
         say(f"data {path}: its columns are separated by {found!r}", error=True)
     return found
 
 
-def _library_rows(data: DataConfig, path: str, file: Path, split: str) -> Iterator[Mapping[str, Any]]:
+def _library_rows(
+    data: DataConfig, path: str, file: Path, split: str, used: UsedColumns
+) -> Iterator[Mapping[str, Any]]:
     """Yield the rows that the library `datasets` reads. Files are streamed: nothing is written into its cache."""
     about = ", a folder" if file.is_dir() else "" if file.exists() else ", which is no file or folder here"
     library = import_optional("datasets", package="datasets", needed_by=f"data {path}{about}")
     try:
         if file.is_file():
-            yield from library.load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+            yield from _parquet_rows([str(file)], used)
         elif any((file / mark).is_file() for mark in ("dataset_dict.json", "state.json")):
             saved = library.load_from_disk(str(file))
-            yield from saved[split] if hasattr(saved, "keys") else saved
+            yield from _used(saved[split] if hasattr(saved, "keys") else saved, used)
         elif file.is_dir():
-            yield from library.load_dataset(str(file), data.subset, split=split, streaming=True)
+            files = library.load_dataset_builder(str(file), data.subset).config.data_files[split]
+            if all(Path(one).suffix.lower() == ".parquet" for one in files):
+                yield from _parquet_rows(files, used)
+            else:
+                yield from _used(library.load_dataset(str(file), data.subset, split=split, streaming=True), used)
         else:
-            yield from library.load_dataset(path, data.subset, split=split, revision=data.revision)
+            yield from _used(library.load_dataset(path, data.subset, split=split, revision=data.revision), used)
     except KeyError as error:
         raise ConfigError(f"data {path}: there is no split {error}; set data.split") from None
     except Exception as error:  # the library and what it calls may raise anything
@@ -177,3 +187,23 @@ def _library_rows(data: DataConfig, path: str, file: Path, split: str) -> Iterat
             f"where a network is, run `hf download --repo-type dataset {path}{revision} --local-dir {folder}` and "
             f"give that folder: data: {folder}"
         ) from None
+
+
+def _parquet_rows(paths: Sequence[str], used: UsedColumns) -> Iterator[Mapping[str, Any]]:
+    """Yield rows of files here. `datasets` refuses a file that has a column of maps, whether it is read or not."""
+    parquet = importlib.import_module("pyarrow.parquet")  # `datasets` needs it too
+    for path in paths:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(PARQUET_ROWS, columns=used.of(file.schema_arrow.names)):
+                yield from batch.to_pylist(maps_as_pydicts="lossy")
+
+
+def _used(rows: Any, used: UsedColumns) -> Any:
+    """Leave out columns of a data set of the library that are not used, and do not decode images and sounds."""
+    if rows.column_names is None:  # streamed lines, whose columns are known when they are read
+        return rows
+    rows = rows.select_columns(used.of(rows.column_names))
+    for name, feature in (rows.features or {}).items():
+        if hasattr(feature, "decode_example"):
+            rows = rows.cast_column(name, type(feature)(decode=False))
+    return rows

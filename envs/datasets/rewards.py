@@ -10,6 +10,7 @@ import ast
 import importlib
 import inspect
 import json
+import logging
 import re
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -180,6 +181,14 @@ def reads_answer(reward: RewardConfig) -> bool:
     return expected is not None and expected.default is expected.empty
 
 
+def reads_row(reward: RewardConfig) -> bool:
+    """Return True if the reward may read other columns of a row than prompt and answer."""
+    if reward.function in (*READY, IN_SANDBOX):
+        return False
+    parameters = inspect.signature(_users_function(reward.function)).parameters
+    return "row" in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+
+
 def fault_of_answer(reward: RewardConfig, expected: Any) -> str:
     """Return what the reward needs instead of this answer of a row, or an empty text. Only what is quick is checked; a
     function of the user may expect anything."""
@@ -247,8 +256,12 @@ def _limited(work: Callable[[], Any], *, modules: Sequence[str] = (), seconds: f
 
 
 def _verify(answer: str, expected: str) -> float:
+    """Without the package's own time-outs, which by the clock make right answers wrong on a busy machine: the process
+    has a limit of processor time."""
     package = importlib.import_module("math_verify")
-    return float(package.verify(package.parse(f"${expected}$"), package.parse(f"${answer}$")))
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of being without time-outs
+    wanted, found = (package.parse(f"${text}$", parsing_timeout=None) for text in (expected, answer))
+    return float(package.verify(wanted, found, timeout_seconds=None))
 
 
 def _search(pattern: re.Pattern[str], answer: str) -> float:

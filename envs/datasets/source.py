@@ -30,11 +30,13 @@ class DatasetTasks(ShuffledTasks):
         assert env.data is not None
         self._env, self._data = env, env.data
         stamps = tuple(_stamp(path) for path in (self._data.path, self._data.held_out))
-        split = split_rows(env.model_dump_json(), stamps)
+        self._split = split = split_rows(env.model_dump_json(), stamps)
         if model is not None:
-            split = replace(split, train=trained_rows(env.model_dump_json(), stamps, model.model_dump_json()))
-        self._split = split
-        super().__init__(len(split.train))
+            trained = trained_rows(env.model_dump_json(), stamps, model.model_dump_json())
+            self._split = replace(split, train=trained)
+        self.without_room = len(split.train) - len(self._split.train)
+        """Training rows that are left out because their prompt does not fit into the model."""
+        super().__init__(len(self._split.train))
 
     def shuffle(self, seed: int) -> None:
         super().shuffle(seed)

@@ -15,7 +15,14 @@ import numpy as np
 
 from roll_flash.config.sections.data import DataConfig
 from roll_flash.config.tree import DATASET_ENV, EnvConfig, ModelConfig
-from roll_flash.envs.datasets.columns import AnswerCheck, environment_of, prompt_of, task_arguments
+from roll_flash.envs.datasets.columns import (
+    AnswerCheck,
+    UsedColumns,
+    environment_of,
+    prompt_of,
+    task_arguments,
+    used_columns,
+)
 from roll_flash.envs.datasets.formats import is_python, open_rows
 from roll_flash.envs.datasets.prompt_lengths import too_long
 from roll_flash.envs.datasets.rows import Hashes, Place, Rows, digest_of, hashes_of
@@ -54,15 +61,16 @@ def split_rows(env_json: str, stamps: object) -> Split:
     change. Raises ConfigError, with the line, for the first row that is no task."""
     env = EnvConfig.model_validate_json(env_json)
     assert env.data is not None
-    data, rows = env.data, open_rows(env.data, env.data.path, env.data.split)
-    read = _Read.of(env, rows)
+    data, answers, used = env.data, AnswerCheck(env), used_columns(env)
+    rows = open_rows(data, data.path, data.split, used)
+    read = _Read.of(env, rows, answers)
     _require_own_columns(data, rows)
-    held_out_rows = _open_held_out(data)
+    held_out_rows = _open_held_out(data, used)
     if held_out_rows is None:
         is_held_out = _held_out_by_content(read.prompts, data.held_out_share)
         held_out = np.flatnonzero(is_held_out & ~read.is_long)
     else:
-        others = _Read.of(env, held_out_rows)
+        others = _Read.of(env, held_out_rows, answers)
         is_held_out = np.isin(read.prompts, others.prompts)
         held_out = np.flatnonzero(~others.is_long)
         _note(int(is_held_out.sum()), data, "are held out too and are not trained on")
@@ -121,12 +129,12 @@ class _Read:
     examples: dict[object, int]
 
     @classmethod
-    def of(cls, env: EnvConfig, rows: Rows) -> _Read:
+    def of(cls, env: EnvConfig, rows: Rows, answers: AnswerCheck) -> _Read:
         assert env.data is not None
         data, count = env.data, len(rows)
         digests, sizes = bytearray(), array("q")
         ids, is_long, has_id = np.empty(count, np.int64), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
-        id_column, answers = data.columns.get("id", "id"), AnswerCheck(env)
+        id_column = data.columns.get("id", "id")
         examples: dict[object, int] = {}
         limit, are_alike = data.max_prompt_characters, not (data.environment_column or data.kwargs_column)
         place = Place(rows)
@@ -182,12 +190,12 @@ def _require_own_columns(data: DataConfig, rows: Rows) -> None:
             )
 
 
-def _open_held_out(data: DataConfig) -> Rows | None:
+def _open_held_out(data: DataConfig, used: UsedColumns) -> Rows | None:
     if data.held_out is None:
         return None
     if Path(data.held_out).suffix or is_python(data.held_out):
-        return open_rows(data, data.held_out, data.split)
-    return open_rows(data, data.path, data.held_out)
+        return open_rows(data, data.held_out, data.split, used)
+    return open_rows(data, data.path, data.held_out, used)
 
 
 def _require_different_ids(rows: Rows, named: Any, ids: Any, column: str) -> None:

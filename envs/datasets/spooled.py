@@ -15,45 +15,59 @@ from uuid import UUID
 import msgspec
 import numpy as np
 
+from roll_flash.envs.datasets.columns import UsedColumns
 from roll_flash.envs.hosting.waiting import call_in_time
 from roll_flash.errors import ConfigError
+from roll_flash.terminal import say
 
 MAX_DEPTH = 64
 
 
-def spooled(rows: Iterable[Mapping[str, Any]], path: str, no_row_s: float) -> IO[bytes]:
-    """Write `rows` of the data `path`. Raises ConfigError for a value that no JSON can hold, and if no row comes for
-    `no_row_s` seconds."""
+def spooled(rows: Iterable[Mapping[str, Any]], path: str, no_row_s: float, used: UsedColumns) -> IO[bytes]:
+    """Write `rows` of the data `path`. What no JSON can hold is left out of columns that are not used.
+
+    Raises ConfigError for such a value in one that is, and if no row comes for `no_row_s` seconds.
+    """
     file = tempfile.TemporaryFile(prefix="roll-flash-rows-")  # noqa: SIM115 - lives as long as the rows
-    written = _Written(file, path)
+    written = _Written(file, path, used)
     call_in_time(partial(written.take, rows), f"data {path}", no_row_s, lambda: written.count)
+    for column, kind in written.left_out.items() if used.by_rewards else ():
+        say(f"data {path}: rewards do not see the column {column!r}, because a row cannot hold {kind}", error=True)
     file.seek(0)
     return file
 
 
 class _Written:
-    def __init__(self, file: IO[bytes], path: str) -> None:
+    def __init__(self, file: IO[bytes], path: str, used: UsedColumns) -> None:
         self._file = file
         self._path = path
+        self._used = used
         self.count = 0
+        self.left_out: dict[str, str] = {}
+        """Columns with values that no JSON can hold, and the type of the first."""
 
     def take(self, rows: Iterable[Mapping[str, Any]]) -> None:
         for row in rows:
-            values = {name: self._value(value, name) for name, value in row.items()}
+            values = self._values(row)
             try:
                 self._file.write(msgspec.json.encode(values) + b"\n")
             except (TypeError, ValueError) as error:  # half of a surrogate pair
                 raise ConfigError(f"{self._path}, row {self.count + 1}: {error}") from None
             self.count += 1
 
-    def _value(self, value: Any, column: Any) -> Any:
-        try:
-            return as_json(value)
-        except TypeError as error:
-            raise ConfigError(
-                f"{self._path}, row {self.count + 1}: {column!r} is {error}, which a row cannot hold; make it a text, "
-                "a number, a list or a dict"
-            ) from None
+    def _values(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        values = {}
+        for name, value in row.items():
+            try:
+                values[name] = as_json(value)
+            except TypeError as error:
+                if self._used.must_hold(name):
+                    raise ConfigError(
+                        f"{self._path}, row {self.count + 1}: {name!r} is {error}, which a row cannot hold; make it a "
+                        "text, a number, a list or a dict"
+                    ) from None
+                self.left_out.setdefault(name, str(error))
+        return values
 
 
 def as_json(value: Any, depth: int = MAX_DEPTH) -> Any:

@@ -20,6 +20,8 @@ TASKS = 8
 """Number of tasks of a level that are tried until one fits: a data set may have some prompts that are too long."""
 RESET_S = 20.0
 """Timeout in seconds of making and resetting an environment here. One that takes longer is not checked."""
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+"""Roles of messages. Chat templates write others into the prompt as they are."""
 SHORT_THOUGHT = 512
 """Fewer new tokens cut most answers of a thinking model before they begin."""
 
@@ -32,13 +34,18 @@ class PromptCheck:
     def __init__(self, config: Config, folder: Path) -> None:
         self._config = config
         self._tokenizer = load_checked_tokenizer(folder, config.model.chat_template_kwargs)
+        self._roles: set[str] = set()
+        self._left_out: set[str] = set()
 
     def tokens(self, task: Task, messages: Sequence[Message], tools: Tools = None) -> int:
         """Return the number of tokens of a task's prompt. Raises ConfigError if the chat template refuses it or it
         leaves no room for an answer."""
         try:
-            chat = ToolChat(tools, chat_template_of(self._tokenizer) if tools else None)
+            template = chat_template_of(self._tokenizer)
+            chat = ToolChat(tools, template if tools else None)
             opening = chat.opening(messages)
+            self._roles.update(message["role"] for message in messages)
+            self._left_out.update(template.left_out(list(messages)))
             begun = open_conversation(self._config.model.thinking, self._tokenizer, opening, chat.native)
         except ModelError as error:
             raise ConfigError(f"the prompt of task {task.task_id} cannot be rendered: {error}") from None
@@ -67,7 +74,27 @@ class PromptCheck:
                 if first_error is not None:
                     raise first_error
 
-    def warning(self) -> str | None:
+    def warnings(self) -> list[str]:
+        """Return a line for what is seldom meant, in the config or in a prompt that was checked."""
+        found = (self._cut_thoughts(), self._unknown_roles(), self._unseen_messages())
+        return [line for line in found if line is not None]
+
+    def _unseen_messages(self) -> str | None:
+        if not self._left_out:
+            return None
+        roles = " and ".join(sorted(self._left_out))
+        return f"the chat template leaves out text of {roles} messages, or changes it: the model does not see all of it"
+
+    def _unknown_roles(self) -> str | None:
+        unknown = sorted(self._roles - ROLES)
+        if not unknown:
+            return None
+        return (
+            f"a prompt has a message with the role {unknown[0]!r}, which the model may never have seen: most know "
+            f"{', '.join(sorted(ROLES))}"
+        )
+
+    def _cut_thoughts(self) -> str | None:
         """Return a line if a thinking model has too few tokens to end its thoughts."""
         most = self._config.rollout.max_new_tokens
         if most >= SHORT_THOUGHT or not chat_template_of(self._tokenizer).expects_thinking:

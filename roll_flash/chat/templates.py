@@ -223,6 +223,14 @@ class ChatTemplate:
         except ModelError:
             return False
 
+    def left_out(self, messages: list[Message]) -> list[str]:
+        """Return the roles of messages of system and user whose text the template does not show. Raises ModelError."""
+        shown = self._render(messages, with_header=True)
+        asked = [message for message in messages if message["role"] in ("system", "user")]
+        return [
+            message["role"] for message in asked if encodable(str(message.get("content") or "").strip()) not in shown
+        ]
+
     def begin(self, messages: list[Message], tools: Tools = None) -> list[int]:
         """Return the tokens of `messages` and the header of the model's turn. Raises ModelError if the template
         renders them differently when others follow."""

@@ -11,12 +11,18 @@ from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.tree import EnvConfig
 from roll_flash.envs.task_sources import open_source
 from roll_flash.errors import ConfigError
+from roll_flash.scheduling.tasks import TaskSource
 from roll_flash.types import EpisodeSpec, SamplingParams, Task
 
 
 def held_out_tasks(env: EnvConfig, eval: EvalConfig) -> Sequence[Task]:
     """Return the first `eval.tasks` held-out tasks. Raises ConfigError if there is none."""
-    if not (tasks := open_source(env, eval.seeds_from).held_out(eval.tasks)):
+    return held_out_of(open_source(env, eval.seeds_from), env, eval)
+
+
+def held_out_of(source: TaskSource, env: EnvConfig, eval: EvalConfig) -> Sequence[Task]:
+    """As `held_out_tasks`, from the `source` of `env`."""
+    if not (tasks := source.held_out(eval.tasks)):
         without = "or train without evaluation (eval.before_and_after=false, eval.every=0)"
         if env.data is not None:
             raise ConfigError(

@@ -20,7 +20,7 @@ from roll_flash.config.sections.data import DataConfig
 from roll_flash.config.sections.learner import WarmStartConfig
 from roll_flash.config.tree import ModelConfig
 from roll_flash.engines.inference import Generation
-from roll_flash.envs.datasets.columns import demonstration_of
+from roll_flash.envs.datasets.columns import demonstration_columns, demonstration_of
 from roll_flash.envs.datasets.formats import open_rows
 from roll_flash.envs.datasets.rows import Rows
 from roll_flash.envs.tools.tool_chat import ToolChat, calls_as_text
@@ -97,7 +97,7 @@ def _nothing(config: WarmStartConfig, model: ModelConfig) -> ConfigError:
 def _open_rows(config: WarmStartConfig, model_folder: Path, model: ModelConfig) -> RowDemonstrations:
     try:
         data = DataConfig(path=config.demonstrations, subset=config.subset, split=config.split)
-        rows = open_rows(data, config.demonstrations, config.split)
+        rows = open_rows(data, config.demonstrations, config.split, demonstration_columns(config.columns))
     except ConfigError as error:
         raise ConfigError(f"warm_start.demonstrations: {error}") from None
     return RowDemonstrations(rows, config.columns, load_tokenizer(model_folder, model.chat_template_kwargs), model)

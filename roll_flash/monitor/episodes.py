@@ -240,6 +240,9 @@ def transcript(record: Mapping[str, Any]) -> str:
     else:
         success = {True: "yes", False: "no", None: "not reported"}[record["success"]]
         ending = f"**Ended** ({record['end']}): reward {record['reward']}, success {success}"
+        rewards = record["info"].get("rewards")
+        if isinstance(rewards, Mapping) and rewards:
+            ending += f"\n\nRewards one by one:\n\n{_fenced(json.dumps(rewards, default=str))}"
     title = f"# {record['task_id']}, episode {record['episode_id']}"
     said = [f"## {m.get('role', '?')}\n\n{_fenced(str(m.get('content') or ''))}" for m in record["messages"]]
     return "\n\n".join([title, ending, *said]) + "\n"

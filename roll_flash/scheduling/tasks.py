@@ -230,7 +230,7 @@ class MixedTasks(TaskSource):
 
     @property
     def size(self) -> int | None:
-        return _total_size(self._sources)
+        return total_size(self._sources)
 
     def shuffle(self, seed: int) -> None:
         for source in self._sources:
@@ -311,7 +311,7 @@ class CurriculumTasks(TaskSource):
 
     @property
     def size(self) -> int | None:
-        return _total_size(self._levels)
+        return total_size(self._levels)
 
     def shuffle(self, seed: int) -> None:
         self._seed = seed
@@ -386,7 +386,8 @@ def _source_of(task: Task) -> tuple[int, Task] | None:
     return (int(index), replace(task, source=inner)) if index else None
 
 
-def _total_size(sources: Sequence[TaskSource]) -> int | None:
+def total_size(sources: Sequence[TaskSource]) -> int | None:
+    """Number of different training tasks; None: unknown or without end."""
     sizes = [source.size for source in sources]
     return None if None in sizes else sum(size or 0 for size in sizes)
 

@@ -94,7 +94,7 @@ def test_prompts_that_leave_no_room_are_counted(tmp_path: Path) -> None:
     long = [{"prompt": f"{n} " + "word " * (40 + n), "answer": n} for n in range(12)]
     held_out = {"held_out": write(tmp_path / "test.jsonl", [{"prompt": "?", "answer": 1}])}
     found = check(tmp_path, [*GOOD, *long], data=held_out, room=Room(words_of, max_length=64, answer=16))
-    assert found[ROOM].status == "fail"
+    assert found[ROOM].status == "skip"
     assert found[ROOM].detail.startswith(
         "4 prompts leave fewer than rollout.max_new_tokens=16 tokens; the longest has 52"
     )
@@ -139,5 +139,25 @@ def test_the_command_checks_rows_and_plays_the_first_task(tmp_path: Path, capsys
     assert "model.max_length is 256" in rows["checks"][4]["detail"]
     assert played["env_id"] == "Dataset-v0"
     assert played["ok"]
-    assert main(["envs", "check", str(config), "rollout.max_new_tokens=200", "model.max_length=204"]) == 1
+    assert main(["envs", "check", str(config), "rollout.max_new_tokens=200", "model.max_length=204"]) == 0
     assert "prompts leave fewer than rollout.max_new_tokens=200 tokens" in capsys.readouterr().out
+
+
+def test_the_verdict_is_that_of_training_which_leaves_out_what_is_too_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "my.yaml"
+    config.write_text(
+        "model: {path: tiny, max_length: 256}\nrollout: {max_new_tokens: 16}\n"
+        "envs: [{id: Dataset-v0, data: {path: my.jsonl, held_out: test.jsonl}, reward: number}]\n"
+    )
+    write(tmp_path / "test.jsonl", [{"prompt": "?", "answer": 1}])
+    write(tmp_path / "my.jsonl", [*GOOD, {"prompt": "word " * 400, "answer": 1}])
+    assert main(["envs", "check", str(config), "--json"]) == 0
+    rows = {each["name"]: each for each in json.loads(capsys.readouterr().out)["reports"][0]["checks"]}
+    assert rows["rows are tasks"]["detail"] == "60 to train on, 1 held out, 1 left out"
+    assert rows[ROOM]["status"] == "pass"
+    write(tmp_path / "my.jsonl", [{"prompt": f"{n} " + "word " * 400, "answer": 1} for n in range(9)])
+    for command in (["envs", "check", str(config)], ["train", str(config), "--dry-run"]):
+        assert main(command) == 2
+        assert "no prompt leaves room for an answer in model.max_length=256 tokens" in capsys.readouterr().err

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from roll_flash.cli.main import main
 from roll_flash.config.sections.data import RewardConfig
+from roll_flash.config.tree import EnvConfig
 from roll_flash.envs.datasets.rewards import IN_SANDBOX, READY
+from roll_flash.envs.datasets.source import DatasetTasks
+from roll_flash.envs.registration import make_env
 from tests.command_line import parse
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +29,16 @@ README = (ROOT / "README.md").read_text()
 
 TINY = ("model.path=tiny", "model.max_length=512")
 """Its tokens are characters."""
-FILES = ("make_sums.py", "sums.yaml", "brief.py", "my_rows.py", "mixed.jsonl", "solved.jsonl", "solved_first.yaml")
+FILES = (
+    "make_sums.py",
+    "sums.yaml",
+    "brief.py",
+    "final.py",
+    "my_rows.py",
+    "mixed.jsonl",
+    "solved.jsonl",
+    "solved_first.yaml",
+)
 
 
 def block(page: str, name: str) -> str:
@@ -72,6 +87,25 @@ def test_its_parts_of_configs_work(folder: Path, capsys: pytest.CaptureFixture[s
         keys = {"data": "envs.0.data", "reward": "envs.0.reward"}
         overrides = [f"{keys.get(key, key)}={json.dumps(value)}" for key, value in part.items()]
         assert main(["train", "sums.yaml", *TINY, *overrides, "--dry-run"]) == 0, part
+
+
+def test_its_reward_for_gsm8k_finds_the_last_number_of_the_answer(folder: Path) -> None:
+    row = {"question": "Half of 2,500?", "answer": "2,500 / 2 = <<2500/2=1250>>1,250\n#### 1,250"}
+    (folder / "gsm8k.jsonl").write_text("".join(json.dumps({**row, "question": f"{n}"}) + "\n" for n in range(9)))
+    data = {"path": "gsm8k.jsonl", "columns": {"prompt": "question"}}
+    kwargs = {"answer_in": "last_number"}
+    entry = EnvConfig.model_validate(
+        {"id": "Dataset-v0", "data": data, "reward": "final.py:same_number", "kwargs": kwargs}
+    )
+    env = make_env("Dataset-v0", **DatasetTasks(entry).next().kwargs)
+    for text, value in (("It is 1250.", 1.0), ("So it is 1,250", 1.0), ("1 + 1250 = 1251", 0.0)):
+        assert asyncio.run(score(env, text)) == {"same_number": value}
+
+
+async def score(env: Any, text: str) -> Mapping[str, float]:
+    await env.begin(0)
+    found: Mapping[str, float] = await env.score_answer(text)
+    return found
 
 
 def test_its_demonstrations_come_before_reinforcement(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

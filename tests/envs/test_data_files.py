@@ -17,6 +17,7 @@ from roll_flash.config.sections.data import DataConfig
 from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.tree import EnvConfig
 from roll_flash.envs.datasets import columns, formats, trial
+from roll_flash.envs.datasets.columns import UsedColumns
 from roll_flash.envs.datasets.formats import open_rows
 from roll_flash.envs.datasets.rows import Rows
 from roll_flash.envs.datasets.source import DatasetTasks
@@ -25,13 +26,16 @@ from roll_flash.envs.hosting import waiting
 from roll_flash.errors import ConfigError
 from roll_flash.evaluation.tasks import held_out_tasks
 
+ALL = UsedColumns(None)
+
 
 def opened(path: Path) -> Rows:
-    return open_rows(DataConfig(path=str(path)), str(path), "train")
+    return open_rows(DataConfig(path=str(path)), str(path), "train", ALL)
 
 
 @pytest.mark.parametrize(
-    ("name", "separator"), [("my.csv", ","), ("my.csv", ";"), ("my.csv", "\t"), ("my.csv", "|"), ("my.tsv", "\t")]
+    ("name", "separator"),
+    [("my.csv", ","), ("my.csv", ";"), ("my.csv", "\t"), ("my.csv", "|"), ("my.tsv", "\t"), ("my.tsv", ",")],
 )
 def test_columns_of_a_spreadsheet_are_found_and_another_separator_is_said(
     name: str, separator: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -39,7 +43,7 @@ def test_columns_of_a_spreadsheet_are_found_and_another_separator_is_said(
     (tmp_path / name).write_text(f"prompt{separator}answer\nHow much is it?{separator}6\n")
     assert list(opened(tmp_path / name)) == [{"prompt": "How much is it?", "answer": "6"}]
     is_said = "its columns are separated by" in capfd.readouterr().err
-    assert is_said == (name == "my.csv" and separator != ",")
+    assert is_said == (separator != {"my.csv": ",", "my.tsv": "\t"}[name])
 
 
 def test_a_column_without_a_name_and_a_separator_within_quotes_are_read(tmp_path: Path) -> None:
@@ -61,7 +65,7 @@ def test_a_column_without_a_name_and_a_separator_within_quotes_are_read(tmp_path
 )
 def test_a_path_that_cannot_be_one_here_is_no_module_of_python(path: str, says: str) -> None:
     with pytest.raises(ConfigError) as error:
-        open_rows(DataConfig(path=path), path, "train")
+        open_rows(DataConfig(path=path), path, "train", ALL)
     assert says in str(error.value)
 
 
@@ -123,7 +127,7 @@ def test_what_has_no_rows_is_named_with_its_line_and_the_way_out(
 def test_what_python_gives_is_held_exactly(value: Any, held: Any) -> None:
     found = as_json(value)
     assert (found, type(found)) == (held, type(held))
-    (row,) = Rows(spooled([{"value": value}], "mine.py:rows", 60.0), "mine.py:rows", "row")
+    (row,) = Rows(spooled([{"value": value}], "mine.py:rows", 60.0, ALL), "mine.py:rows", "row")
     assert row == {"value": held}
 
 
@@ -141,8 +145,11 @@ def test_what_python_gives_is_held_exactly(value: Any, held: Any) -> None:
 )
 def test_what_no_row_can_hold_is_one_line_and_never_becomes_a_text(value: Any, kind: str) -> None:
     with pytest.raises(ConfigError) as error:
-        spooled([{"value": 1}, {"value": value}], "mine.py:rows", 60.0)
+        spooled([{"value": 1}, {"value": value}], "mine.py:rows", 60.0, ALL)
     assert str(error.value).startswith(f"mine.py:rows, row 2: 'value' is {kind}, which a row cannot hold; make it")
+    others = UsedColumns(frozenset({"prompt"}))
+    (row,) = Rows(spooled([{"prompt": "a?", "value": value}], "mine.py:rows", 60.0, others), "mine.py:rows", "row")
+    assert row == {"prompt": "a?"}
 
 
 STUCK = """

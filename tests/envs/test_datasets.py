@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import re
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -21,9 +23,9 @@ from roll_flash.chat.templates import chat_template_of
 from roll_flash.config.sections.data import DataConfig, RewardConfig
 from roll_flash.config.tree import EnvConfig, ModelConfig, load_config
 from roll_flash.envs.datasets import env as dataset_env
-from roll_flash.envs.datasets import formats, prompt_lengths
+from roll_flash.envs.datasets import formats, prompt_lengths, rewards
 from roll_flash.envs.datasets.answers import find_answer
-from roll_flash.envs.datasets.columns import demonstration_of, prompt_of
+from roll_flash.envs.datasets.columns import UsedColumns, demonstration_of, prompt_of
 from roll_flash.envs.datasets.env import python_code
 from roll_flash.envs.datasets.formats import open_rows
 from roll_flash.envs.datasets.rewards import exact, fault_of_answer, json_schema, math, number, regex
@@ -200,6 +202,124 @@ def test_parquet_files_folders_and_saved_data_sets_have_the_same_rows(tmp_path: 
             tasks({"path": str(tmp_path / folder), "split": "dev"})
 
 
+@pytest.fixture
+def odd(tmp_path: Path) -> dict[str, str]:
+    """Data sets with columns that no row can hold: a file, a folder of files with maps, one that `datasets` saved."""
+    library, arrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
+    rows, count = questions(40), 40
+    types = {
+        "raw": (b"\xff", arrow.binary()),
+        "map": ([("a", 1)], arrow.map_(arrow.string(), arrow.int64())),
+        "deep": ({"x": b"1"}, None),
+        "took": (datetime.timedelta(seconds=3), None),
+        "when": (datetime.datetime(2026, 1, 2), arrow.timestamp("ns")),
+    }
+    table = arrow.Table.from_pylist(rows)
+    for name, (value, kind) in types.items():
+        table = table.append_column(name, arrow.array([value] * count, kind))
+    (tmp_path / "folder").mkdir()
+    for file in ("my.parquet", "folder/train.parquet"):
+        arrow.parquet.write_table(table, tmp_path / file)
+    features = library.Features(
+        prompt=library.Value("string"), answer=library.Value("int64"), picture=library.Image(decode=False)
+    )
+    pictures = [{**row, "picture": {"bytes": b"no picture", "path": None}} for row in rows]
+    library.Dataset.from_list(pictures, features=features).cast_column("picture", library.Image()).save_to_disk(
+        tmp_path / "saved"
+    )
+    return {name: str(tmp_path / name) for name in ("my.parquet", "folder", "saved")}
+
+
+@pytest.mark.adapters
+def test_columns_that_the_config_does_not_use_are_not_read(odd: Mapping[str, str], tmp_path: Path) -> None:
+    expected = all_of(tasks({"path": write(tmp_path / "my.jsonl", questions(40))}))
+    for path in odd.values():
+        source = tasks(path)
+        assert all_of(source) == expected
+        assert source.task(0).kwargs["row"] == {}
+
+
+@pytest.mark.adapters
+@pytest.mark.parametrize(
+    ("name", "column", "kind"),
+    [
+        ("my.parquet", "raw", "a bytes"),
+        ("my.parquet", "deep", "a bytes"),
+        ("my.parquet", "took", "a timedelta"),
+        ("folder", "raw", "a bytes"),
+        ("saved", "picture", "a bytes"),
+    ],
+)
+def test_a_used_column_that_no_row_can_hold_is_one_line(
+    name: str, column: str, kind: str, odd: Mapping[str, str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        tasks({"path": odd[name], "columns": {"answer": column}})
+    says = f"{odd[name]}, row 1: {column!r} is {kind}, which a row cannot hold; make it a text, a number, a list or a"
+    assert str(error.value).startswith(says)
+
+
+@pytest.mark.adapters
+def test_rewards_see_of_the_other_columns_what_a_row_can_hold(
+    odd: Mapping[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("def sees(row): return 1\n")
+    source = tasks(odd["my.parquet"], reward=f"{tmp_path}/mine.py:sees")
+    assert source.task(0).kwargs["row"] == {"map": {"a": 1}, "when": "2026-01-02T00:00:00"}
+    assert "rewards do not see the column 'raw', because a row cannot hold a bytes" in capsys.readouterr().err
+    assert tasks(odd["saved"], reward=f"{tmp_path}/mine.py:sees").task(0).kwargs["row"] == {}
+
+
+@pytest.mark.adapters
+def test_a_missing_column_is_told_with_the_names_of_those_that_are_there(odd: Mapping[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"no column 'question'.* it has 'prompt', 'answer', 'map', 'when'"):
+        tasks({"path": odd["my.parquet"], "columns": {"prompt": "question"}})
+
+
+@pytest.mark.adapters
+def test_keys_that_only_other_messages_have_are_not_in_a_chat(tmp_path: Path) -> None:
+    library = pytest.importorskip("datasets")
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?", "name": "Ann"}]
+    rows = [{"messages": chat, "answer": 2}, {"messages": [{"role": "user", "content": "1 + 2?"}], "answer": 3}]
+    library.Dataset.from_list(rows).to_parquet(tmp_path / "chats.parquet")
+    source = tasks(str(tmp_path / "chats.parquet"))
+    found = [source.task(0).kwargs["messages"], source.held_out_task(0).kwargs["messages"]]
+    assert sorted(found, key=len, reverse=True) == [row["messages"] for row in rows]
+
+
+def test_a_chat_in_a_file_without_lists_is_json(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+    rows = [{"messages": json.dumps([*chat, {"role": "user", "content": str(n)}]), "answer": 2} for n in range(9)]
+    assert tasks(write(tmp_path / "chats.jsonl", rows)).task(0).kwargs["messages"][:2] == chat
+    with pytest.raises(ConfigError, match=r"my\.jsonl, line 1: 'messages' is no JSON"):
+        tasks(write(tmp_path / "my.jsonl", [{"messages": "[{", "answer": 2}]))
+
+
+@pytest.mark.parametrize(("answer", "is_said"), [("1 + 1 #### 2", True), ("2", False)])
+def test_a_first_answer_that_its_reward_rejects_is_said_at_the_start(
+    answer: str, is_said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"1 + {n}?", "answer": answer} for n in range(9)]
+    tasks(write(tmp_path / "my.jsonl", rows), kwargs={"answer_in": "last_number"})
+    says = (
+        f"reward exact gives 0 to the right answer of {tmp_path}/my.jsonl, line 1, '1 + 1 #### 2', with answer_in: last"
+    )
+    assert (says in capsys.readouterr().err) == is_said
+
+
+class StandInRows(list[dict[str, Any]]):
+    """A stand-in for a data set of the library."""
+
+    features = None
+
+    @property
+    def column_names(self) -> list[str]:
+        return list(self[0])
+
+    def select_columns(self, names: list[str]) -> StandInRows:
+        return StandInRows({name: row[name] for name in names} for row in self)
+
+
 class StandInLibrary(ModuleType):
     """A stand-in for the library `datasets`, for what needs a hub."""
 
@@ -208,11 +328,11 @@ class StandInLibrary(ModuleType):
         self.asked: list[Any] = []
         self._error = error
 
-    def load_dataset(self, path: str, subset: str | None, **options: Any) -> list[dict[str, Any]]:
+    def load_dataset(self, path: str, subset: str | None, **options: Any) -> StandInRows:
         self.asked.append((path, subset, options))
         if self._error is not None:
             raise self._error
-        return questions(20)
+        return StandInRows({**row, "picture": b"raw"} for row in questions(20))
 
 
 def test_a_data_set_of_a_hub_is_asked_for_by_revision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -722,6 +842,15 @@ def test_mathematics_is_compared_by_its_value() -> None:
     assert math("9**9**9**9", "7") == 0.0
 
 
+@pytest.mark.adapters
+def test_a_busy_machine_makes_no_right_answer_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time-out of the clock is over at once here, as if the process had got no core."""
+    pytest.importorskip("math_verify")
+    alarm = signal.alarm
+    monkeypatch.setattr(signal, "alarm", lambda seconds: signal.raise_signal(signal.SIGALRM) if seconds else alarm(0))
+    assert rewards._verify("x^2 + 2x + 1", "(x+1)^2") == 1.0
+
+
 def test_a_pattern_that_takes_for_ever_on_what_the_model_wrote_earns_nothing_in_time() -> None:
     began = time.monotonic()
     assert regex("a" * 40 + "!", r"(a|aa)+$") == 0.0
@@ -785,7 +914,7 @@ def test_a_program_that_never_ends_earns_what_the_other_tests_of_its_time_give(m
 
 
 def open_file(path: Path) -> Rows:
-    return open_rows(DataConfig(path=str(path)), str(path), "train")
+    return open_rows(DataConfig(path=str(path)), str(path), "train", UsedColumns(None))
 
 
 def test_a_file_of_windows_is_read_and_another_encoding_is_named(tmp_path: Path) -> None:

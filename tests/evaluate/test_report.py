@@ -118,6 +118,12 @@ def test_no_word_of_a_model_becomes_markup_and_none_is_lost(tmp_path: Path) -> N
     assert text_of(data["episodes"][0]["messages"][1]) == ATTACKS[0]
 
 
+def test_a_transcript_has_the_rewards_one_by_one_and_no_name_of_one_is_markup(tmp_path: Path) -> None:
+    run(tmp_path, lambda spec: True, attempts=1)
+    text = (tmp_path / "transcripts" / "seed_1001_attempt_0.md").read_text()
+    assert f"Rewards one by one:\n\n```\n{json.dumps({ATTACKS[1]: 1})}\n```\n" in text
+
+
 def test_the_page_has_scores_intervals_tools_and_every_task(tmp_path: Path) -> None:
     result = run(tmp_path, lambda spec: spec.replica == 1)
     page = (tmp_path / "report.html").read_text()
