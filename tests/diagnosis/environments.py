@@ -1,7 +1,7 @@
 """Environments of the planted runs. The tiny model has one token per character and no idea, but learns to say letters.
 
-`Sentences-v0` and `SandboxSentences-v0` pay for lowercase letters before an end mark; `Lookup-v0` has a tool;
-`Judged-v0` compares answers with earlier ones. `SlowJudge` is a stage.
+`Sentences-v0` and `SandboxSentences-v0` pay for lowercase letters before an end mark; `Lookup-v0` has a tool. `Judge`
+is a stage.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Sentences(Env):
     ) -> None:
         """`pays_for_nothing`: its check counts the characters that are wrong, and nothing has none. `shortest`: letters
         of a success; 0: one to three, as the task says. `seconds`: how long a step takes, on average. `hangs`: for one
-        task in four, a step never ends. `bonus`: factor of the reward of one task in twelve. `keeps`: each
-        episode leaves KEPT_BYTES of it behind."""
+        task in four, a step never ends. `bonus`: factor of the reward of one task in twelve. `keeps`: each episode
+        leaves KEPT_BYTES of it behind."""
         self._turns = turns
         self._pays_for_nothing, self._impossible = pays_for_nothing, impossible
         self._tells_success, self._shortest = tells_success, shortest

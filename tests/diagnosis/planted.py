@@ -3,8 +3,8 @@
     python -m tests.diagnosis.planted            # make all runs again and record them (minutes)
     python -m tests.diagnosis.planted NAME...    # only these
 
-`catalogue.py` lists them. Each run trains with the project's own parts in one process (`one_process.py`). A recorded run
-is its folder without tokens, checkpoints and logs, compressed.
+`catalogue.py` lists them. Each run trains with the project's own parts in one process (`one_process.py`). A recorded
+run is its folder without tokens, checkpoints and logs, compressed.
 """
 
 from __future__ import annotations

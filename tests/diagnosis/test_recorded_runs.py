@@ -7,11 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from roll_flash.cli.main import main
 from roll_flash.dashboard.folders import Sources
 from roll_flash.dashboard.server import Reports
-from roll_flash.diagnosis import LiveDiagnosis, diagnose
+from roll_flash.diagnosis import LiveDiagnosis, diagnose, find
 from roll_flash.diagnosis.findings import PAGE
 from roll_flash.diagnosis.reading import read_run
 from roll_flash.summary import summarize
@@ -30,9 +31,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {planted.name: unpack(planted.name, folder) for planted in ALL}
 
 
-def test_each_finding_is_the_first_one_of_a_recorded_run() -> None:
-    explained = set(re.findall(r"^### ([a-z-]+)$", (ROOT / PAGE).read_text(), re.MULTILINE))
-    assert {planted.expected[0] for planted in FAULTY} == explained
+def test_each_finding_is_the_first_one_of_a_recorded_run_unless_the_page_says_that_it_is_not() -> None:
+    page = (ROOT / PAGE).read_text()
+    explained = set(re.findall(r"^### ([a-z-]+)$", page, re.MULTILINE))
+    assert "`repeated-text` and `eviction-bias` are tested\n  with figures only" in page
+    assert {planted.expected[0] for planted in FAULTY} == explained - {"repeated-text", "eviction-bias"}
 
 
 @pytest.mark.parametrize("planted", FAULTY, ids=lambda planted: planted.name)
@@ -69,8 +72,9 @@ def test_terminal_summary_dashboard_and_command_say_the_same(
     assert Reports(Sources([str(folder)])).findings(name) == {"findings": shown}
     main(["diagnose", str(folder), "--json"])
     assert json.loads(capsys.readouterr().out) == plain
-    view, said = read_run(folder), set()
-    live = LiveDiagnosis({"steps": view.settings.steps})
-    for row in view.recent.rows:
+    live = LiveDiagnosis(yaml.safe_load((folder / "config.yaml").read_text()))
+    said: set[str] = set()
+    for row in read_run(folder).recent.rows:
         said |= {finding.name for finding in live.step(int(row["step"]), row, ())}
-    assert said == {finding.name for finding in found}
+    assert find(live.view) == found
+    assert said >= {finding.name for finding in found}, "a finding of the terminal may be over at the end"
