@@ -10,7 +10,6 @@ from roll_flash.config.tree import Config
 from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMaker
 from roll_flash.envs.hosting.first_prompts import PromptCheck
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
-from roll_flash.envs.task_sources import open_tasks
 from roll_flash.envs.tools.tool_chat import declared_tools
 from roll_flash.errors import EnvError, RollFlashError
 from roll_flash.planner.machines.fit import Fit, plan_on

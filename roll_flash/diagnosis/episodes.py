@@ -28,6 +28,8 @@ REPEATING_EPISODES = 0.2
 SAME_ANSWER = 0.5
 SAME_BEFORE = 0.1
 """Share of the first episodes up to which the answer was rare: a trick is found, not known."""
+FIRST = 5
+"""Steps, at most a third of the run, whose episodes are the first ones: a trick may be everywhere soon after them."""
 SAME_TASKS = 16
 WINS = 0.95
 """Share of its episodes in which the answer wins: one that is right for some tasks only is a guess."""
@@ -156,7 +158,9 @@ def same_answer_wins(view: RunView) -> Finding | None:
     (answer, number), *_ = Counter(each.texts.answer for each in winners if each.texts).most_common(1)
     tasks = {each.task_id for each in winners if each.texts and each.texts.answer == answer}
     tried = sum(each.texts is not None and each.texts.answer == answer for each in played)
-    first = [each for each in view.first_episodes if each.step < view.last_step / 3 and each.texts is not None]
+    first = [
+        each for each in view.first_episodes if each.step < min(FIRST, view.last_step / 3) and each.texts is not None
+    ]
     before = [each.texts is not None and each.texts.answer == answer for each in first]
     if number < SAME_ANSWER * len(winners) or len(tasks) < SAME_TASKS or number < WINS * tried:
         return None
@@ -170,7 +174,7 @@ def same_answer_wins(view: RunView) -> Finding | None:
         (
             Evidence("episodes that win with it", number, *span),
             Evidence("episodes that win", len(winners), *span),
-            Evidence("share of the first episodes with it", sum(before) / max(1, len(before)), 0, view.start.span[1]),
+            Evidence("share of the first episodes with it", sum(before) / max(1, len(before)), *_span(first)),
         ),
         "Read one of them: the check pays for a trick. Make the check depend on the task, then begin again or go on "
         "from a checkpoint before it",

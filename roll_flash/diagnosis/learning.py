@@ -88,9 +88,7 @@ def reward_without_success(view: RunView) -> Finding | None:
     if ends is None:
         return None
     before, after = ends
-    lowest = float(np.nanmin(np.concatenate([before[REWARD_MIN], after[REWARD_MIN], [math.inf]])))
-    highest = float(np.nanmax(np.concatenate([before[REWARD_MAX], after[REWARD_MAX], [-math.inf]])))
-    width = highest - lowest
+    lowest, width = _rewards(before, after)
     success = (before.mean(SUCCESS), after.mean(SUCCESS))
     rise = after.mean(REWARD) - before.mean(REWARD)
     if not (width > 0 and _rose(before, after, REWARD) and rise >= REWARD_GAIN * width):
@@ -199,15 +197,16 @@ def entropy_collapse(view: RunView) -> Finding | None:
     if ends is None:
         return None
     before, after = ends
-    share = after.mean("entropy") / before.mean("entropy") if before.mean("entropy") > 0 else math.nan
+    last = _last_known(view.recent, "entropy")
+    share = last.mean("entropy") / before.mean("entropy") if before.mean("entropy") > 0 else math.nan
     signal = after.mean("computed_policy_tokens") / after.mean("policy_tokens")
-    if not (share < ENTROPY_SHARE and signal < LITTLE_SIGNAL) or after.mean(SUCCESS) >= SOLVED:
+    if not (share < ENTROPY_SHARE and signal < LITTLE_SIGNAL) or _is_solved(before, after):
         return None
     return Finding(
         "entropy-collapse",
         "error",
         f"entropy fell to {share:.1%} of what it was, and {signal:.0%} of the tokens have a signal",
-        (*_both(before, after, "entropy"), Evidence("tokens with a signal", signal, *after.span)),
+        (*_both(before, last, "entropy"), Evidence("tokens with a signal", signal, *after.span)),
         "Go on from a checkpoint before it, with a lower learner.learning_rate, learner.entropy_bonus, a higher "
         "learner.loss.clip_high or learner.kl.coefficient",
     )
@@ -222,6 +221,29 @@ def _ends(view: RunView) -> tuple[Steps, Steps] | None:
     """The first and the last TREND_STEPS steps; None while the run is shorter than MIN_STEPS."""
     before, after = view.start.head(TREND_STEPS), view.recent.last(TREND_STEPS)
     return (before, after) if after.span[1] - before.span[0] + 1 >= MIN_STEPS else None
+
+
+def _last_known(steps: Steps, name: str) -> Steps:
+    """The last TREND_STEPS steps, or else the last one that has the metric: steps without a signal have no entropy."""
+    known = np.flatnonzero(np.isfinite(steps[name]))
+    after = steps.last(TREND_STEPS)
+    return steps.head(int(known[-1]) + 1).last(1) if known.size and known[-1] < len(steps) - len(after) else after
+
+
+def _rewards(before: Steps, after: Steps) -> tuple[float, float]:
+    """Return the smallest reward, and by how much the largest one is larger."""
+    lowest = float(np.nanmin(np.concatenate([before[REWARD_MIN], after[REWARD_MIN], [math.inf]])))
+    highest = float(np.nanmax(np.concatenate([before[REWARD_MAX], after[REWARD_MAX], [-math.inf]])))
+    return lowest, highest - lowest
+
+
+def _is_solved(before: Steps, after: Steps) -> bool:
+    """True if nearly all tasks are solved, or, where no success is reported, nearly all of the reward is earned."""
+    success = after.mean(SUCCESS)
+    if math.isfinite(success):
+        return success >= SOLVED
+    lowest, width = _rewards(before, after)
+    return width > 0 and after.mean(REWARD) - lowest >= SOLVED * width
 
 
 def _rose(before: Steps, after: Steps, name: str) -> bool:

@@ -21,20 +21,20 @@ RULES: tuple[Rule, ...] = (
     learning.reward_without_success,
     episodes.same_answer_wins,
     episodes.clipped_answers,
-    learning.no_reward_variance,
     learning.entropy_collapse,
+    learning.no_reward_variance,
     throughput.disk_runs_out,
     throughput.memory_runs_out,
+    learning.gradient_spikes,
     learning.length_change,
     episodes.repeated_text,
     learning.low_sample_size,
-    learning.gradient_spikes,
+    episodes.level_hot,
     throughput.eviction_bias,
     throughput.staleness_at_bound,
     throughput.sandbox_queue,
     throughput.servers_idle,
     throughput.learner_starved,
-    episodes.level_hot,
 )
 
 

@@ -137,16 +137,19 @@ async def _no_warm_start() -> None:
     """None of the planted runs has one."""
 
 
-def train_in_one_process(config: Config, *, uses_sandboxes: bool, learner_temperature: float | None = None) -> str:
+def train_in_one_process(
+    config: Config, *, uses_sandboxes: bool, learner_temperature: float | None = None, stops_after: int | None = None
+) -> str:
     """Train the tiny model in a new run folder; return what the terminal would show. `learner_temperature`: another one
-    than servers sample at."""
+    than servers sample at. `stops_after`: the steps that are made, if not all."""
     temperature = config.rollout.temperature if learner_temperature is None else learner_temperature
     folder, shown = resolve_model(config.model.path), io.StringIO()
 
     async def use(learner: FsdpLearner) -> None:
         with first_failure():
             async with AsyncExitStack() as stack:
-                await _train(stack, config, folder, learner, Progress(config.steps, stream=shown), uses_sandboxes)
+                progress = Progress(config.steps, stream=shown)
+                await _train(stack, config, folder, learner, progress, uses_sandboxes, stops_after or config.steps)
 
     settings = {name: getattr(config.learner, name) for name in type(config.learner).model_fields}
     in_process(folder, use, async_ratio=config.scheduler.highest_async_ratio, temperature=temperature, **settings)
@@ -160,6 +163,7 @@ async def _train(
     learner: FsdpLearner,
     progress: Progress,
     uses_sandboxes: bool,
+    steps: int,
 ) -> None:
     run_dir = RunDir.create(config, resume=False)
     stack.callback(run_dir.close)
@@ -215,6 +219,6 @@ async def _train(
     )
     trainer = Trainer(system, progress)
     async with rollout:
-        while learner.version < config.steps and await trainer._step():
+        while learner.version < steps and await trainer._step():
             pass
         await trainer._settle()

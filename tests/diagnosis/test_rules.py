@@ -1,7 +1,8 @@
-"""Rules on figures that are written by hand here, for what short runs cannot show, and on any figures at all."""
+"""Rules on figures that are written by hand here: where each begins and what it must not say; and on any figures."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -61,6 +62,7 @@ def names(view: RunView) -> list[str]:
         ({"machine__memory_available_gib": (50.0, 20.0)}, "memory-runs-out"),
         ({"idle__servers": (0.6, 0.7)}, "servers-idle"),
         ({"books__dropped_stale": (0.0, 300.0)}, "staleness-at-bound"),
+        ({"books__dropped_stale": (0.0, 300.0), "staleness_max": (0.0, 1.0)}, "staleness-at-bound"),
         ({"bias__length_ratio_high": (0.9, 0.6)}, "eviction-bias"),
         ({"sandbox__wait_s.mean": (4.0, 5.0)}, "sandbox-queue"),
         ({"books__failed_env_timeout": (0.0, 300.0)}, "environment-hangs"),
@@ -80,11 +82,32 @@ def test_gradients_that_spike_again_and_again_are_named_and_a_rare_one_is_not(sp
     assert names(view) == expected
 
 
+def test_gradients_that_spike_are_named_before_what_they_do_to_the_answers() -> None:
+    view = run(policy_tokens=(3200.0, 300.0))
+    for row in view.recent.rows[-2 * SPIKES :: 2]:
+        row["grad_norm"] = 20 * SOUND["grad_norm"]
+    assert names(view) == ["gradient-spikes", "length-collapse"]
+
+
 def test_entropy_collapses_only_where_there_is_no_signal_and_no_success() -> None:
     falling = {"entropy": (1.0, 0.01), "computed_policy_tokens": (3000.0, 300.0)}
     assert names(run(**falling)) == ["entropy-collapse"]
     assert names(run(**falling, success=(0.5, 1.0))) == []
     assert names(run(entropy=(1.0, 0.01))) == []
+
+
+def test_where_no_success_is_reported_tasks_are_solved_whose_reward_is_earned() -> None:
+    falling = {"entropy": (1.0, 0.01), "computed_policy_tokens": (3000.0, 300.0), "success": (math.nan, math.nan)}
+    assert names(run(**falling)) == ["entropy-collapse"]
+    assert names(run(**falling, reward=(0.2, 1.0))) == []
+
+
+def test_an_entropy_that_collapsed_until_no_step_has_any_is_the_cause_of_equal_rewards() -> None:
+    view = run(reward_std_in_group=(0.0, 0.0), computed_policy_tokens=(0.0, 0.0))
+    for row in view.recent.rows[-10:]:
+        row["entropy"] = None
+    view.recent.rows[-11]["entropy"] = 0.05
+    assert names(view) == ["entropy-collapse", "no-reward-variance"]
 
 
 def test_shorter_answers_that_earn_more_are_no_collapse() -> None:
@@ -210,6 +233,8 @@ def test_one_answer_that_wins_everywhere_is_a_trick_unless_it_was_there_from_the
     assert names_of(trick, others, first=before) == ["same-answer-wins"]
     known = [replace(each, step=0) for each in episodes(20, answer="exit(0)")]
     assert names_of(trick, others, first=known) == []
+    later = [replace(each, step=5) for each in episodes(40, answer="exit(0)", reward=1.0)]
+    assert names_of(trick, others, first=[*before, *later]) == ["same-answer-wins"], "found within the first third"
     guessed = episodes(40, answer="exit(0)", reward=0.5)
     assert names_of(trick, guessed, first=before) == []
 
