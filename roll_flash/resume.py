@@ -8,12 +8,12 @@ that they had; only episodes that were running are played again.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from roll_flash.checked_files import decode, read_checked
 from roll_flash.config.tree import Config
 from roll_flash.engines.learner import LearnerEngine, StepResult
 from roll_flash.errors import CheckpointError, LearnerError, LearnerLostError
@@ -43,8 +43,8 @@ class Resumed:
 def read_state(checkpoint: Checkpoint) -> Recovery:
     """Return the rollout's state in a checkpoint. Raises CheckpointError."""
     try:
-        return Recovery.of(json.loads(checkpoint.trainer.read_text()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Recovery.of(decode(read_checked(checkpoint.trainer)))
+    except (OSError, ValueError) as error:
         raise unreadable(checkpoint, error) from None
 
 
@@ -105,10 +105,10 @@ def _read(
 def _read_journal(config: Config, run_dir: RunDir, checkpoint: Checkpoint | None) -> tuple[Recovery, Damage | None]:
     recovery = Recovery.beginning() if checkpoint is None else read_state(checkpoint)
     step, policy = 0 if checkpoint is None else checkpoint.step, policy_of(config)
-    events, damage = read_journal(run_dir.journal, step)
     try:
+        events, damage = read_journal(run_dir.journal, step)
         recovery.repeat(events, max_requeues=policy.max_requeues_per_group if policy.on_stale == "requeue" else None)
-    except (KeyError, ValueError, TypeError) as error:
+    except (OSError, KeyError, ValueError) as error:
         raise CheckpointError(
             f"{run_dir.journal}: not readable as the journal of this run ({error!r}); move it away to resume from the "
             f"checkpoint of step {step} alone"

@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from roll_flash.checked_files import Count, decode, lines_of, open_checked
+
 REFRESH_S = 1.0
 """Minimum seconds between two looks at the files."""
 BUFFER_BYTES = 1 << 20
@@ -36,7 +38,7 @@ class Head(msgspec.Struct, gc=False):
     group_id: str
     task_id: str
     env_id: str
-    step: int = 0
+    step: Count = 0
     worker: str | None = None
     reward: float | None = None
     success: bool | None = None
@@ -45,7 +47,7 @@ class Head(msgspec.Struct, gc=False):
     message: str | None = None
     started_s: float | None = None
     finished_s: float | None = None
-    policy_tokens: int = 0
+    policy_tokens: Count = 0
 
 
 _decoder = msgspec.json.Decoder(Head)
@@ -181,10 +183,10 @@ class EpisodeIndex:
         if not file.read:
             self._order.append(file.path)
         number = self._order.index(file.path)
-        with file.path.open("rb", buffering=BUFFER_BYTES) as lines:
-            lines.seek(file.read)
+        with open_checked(file.path, buffer_bytes=BUFFER_BYTES) as opened:
+            opened.seek(file.read)
             found: list[tuple[Head, tuple[float, ...]]] = []
-            for line in lines:
+            for line in lines_of(opened):
                 if not line.endswith(b"\n"):  # is being written, or was cut by a kill
                     break
                 head = head_of(line)
@@ -253,7 +255,7 @@ class EpisodeIndex:
     def line(self, row: int) -> bytes:
         """Read the line of an episode. Raises OSError."""
         columns = self.columns()
-        with self._order[columns["file"][row]].open("rb") as file:
+        with open_checked(self._order[columns["file"][row]]) as file:
             file.seek(int(columns["offset"][row]))
             line: bytes = file.read(int(columns["length"][row]))
         return line
@@ -263,7 +265,7 @@ class EpisodeIndex:
 
     def record(self, row: int) -> dict[str, Any]:
         """Return the whole record of an episode. Raises OSError, ValueError."""
-        record: dict[str, Any] = msgspec.json.decode(self.line(row))
+        record: dict[str, Any] = decode(self.line(row), dict[str, Any])
         return record
 
 

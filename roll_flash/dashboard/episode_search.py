@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
+from roll_flash.checked_files import open_checked
 from roll_flash.dashboard.episode_index import EpisodeIndex
 
 SLICE_S = 0.05
@@ -121,7 +122,7 @@ class Search:
         if not len(wanted):
             return
         begin, length = columns["offset"][wanted], columns["length"][wanted]
-        with self._index.file(int(file)).open("rb") as lines:
+        with open_checked(self._index.file(int(file))) as lines:
             lines.seek(int(begin[0]))
             data = lines.read(int(begin[-1] + length[-1] - begin[0]))
         starts = begin - begin[0]

@@ -9,8 +9,11 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+
+from roll_flash.checked_files import DamagedFileError
 from roll_flash.monitor.json_lines import JsonLinesFile, encode, read_lines
 
 REWARD = "reward"
@@ -37,6 +40,9 @@ EVAL_REWARD = "eval/reward"
 NOT_FINITE = "metrics/not_finite"
 
 FILE_NAME = "metrics.jsonl"
+
+_Number = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)] | float
+"""As JSON has them; float64 does not hold larger integers exactly."""
 
 Metrics = Mapping[str, Any]
 """Mapping of names to numbers; None is an unknown value."""
@@ -88,8 +94,18 @@ def as_numbers(metrics: Metrics) -> dict[str, float]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Lines of a `metrics.jsonl` (or of a run folder's), in the order they were logged; null values stay None."""
-    return list(read_lines(path / FILE_NAME if path.is_dir() else path))
+    """Lines of a `metrics.jsonl` (or of a run folder's), in the order they were logged; null values stay None. Raises
+    DamagedFileError for a line that is none."""
+    file = path / FILE_NAME if path.is_dir() else path
+    rows = list(read_lines(file, dict[str, _Number | None]))
+    _require_steps(file, rows)
+    return rows
+
+
+def _require_steps(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(step := row.get("step"), int) or step < 0:
+            raise DamagedFileError(f"{path}, line {number}: its step is {step!r:.60}; remove that line to read on")
 
 
 def series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -102,7 +118,8 @@ def keep_steps_until(path: Path, step: int) -> None:
     """Move lines of steps after `step` to `<path>.bak` (appended)."""
     if not path.exists():
         return
-    rows = read_metrics(path)
+    rows = list(read_lines(path))
+    _require_steps(path, rows)
     later = [row for row in rows if row["step"] > step]
     if later:
         backup = JsonLinesFile(path.with_name(path.name + ".bak"))

@@ -8,7 +8,6 @@ fresh environment and are context, which is never trained (`Task.prefix`).
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from roll_flash.checked_files import decode, lines_of, open_checked
 from roll_flash.config.tree import EnvConfig
 from roll_flash.errors import ConfigError, RunError
 from roll_flash.monitor.json_lines import is_intact
@@ -75,10 +75,10 @@ class ForkPoints(ShuffledTasks):
 
     def task(self, index: int) -> Task:
         point = self._points[index]
-        with point.log.open("rb") as log:
+        with open_checked(point.log) as log:
             log.seek(point.offset)
             line = log.readline()
-        record = json.loads(line) if is_intact(line) else {}
+        record = decode(line, dict[str, Any]) if is_intact(line) else {}
         if record.get("episode_id") != point.episode_id:
             raise RunError(f"{point.log}: changed while its fork points are in use; leave {self._run} as it is")
         return Task(
@@ -127,13 +127,13 @@ def _trajectories(episodes: Path) -> Iterator[tuple[Path, int, _Episode]]:
     damaged = 0
     for log in sorted(episodes.glob("step_*.jsonl")):
         offset = 0
-        with log.open("rb") as lines:
-            for line in lines:
+        with open_checked(log) as file:
+            for line in lines_of(file):
                 try:
-                    episode = msgspec.json.decode(line, type=_Episode)
+                    episode = decode(line, _Episode)
                     if episode.kind == "trajectory":
                         yield log, offset, episode
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                except ValueError:
                     damaged += 1
                 offset += len(line)
     if damaged:

@@ -6,14 +6,14 @@ It shares no code with what wrote them but the readers of the files. Works also 
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_flash.errors import RunError, first_line
+from roll_flash.checked_files import as_a_run_writes, decode, lines_of, open_checked
+from roll_flash.errors import RunError
 from roll_flash.monitor.json_lines import is_intact
 from roll_flash.monitor.metrics import STEP_S, read_metrics
 from roll_flash.run.journal import Event, read_journal
@@ -21,7 +21,6 @@ from roll_flash.run.run_dir import list_checkpoints
 
 SHOWN = 3
 """Number of ids in a message."""
-MAX_REASON_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +41,8 @@ class Logged:
 
 def verify_run(folder: Path) -> list[Finding]:
     """Return what holds and what does not. Raises RunError for a run without a journal, or with foreign content."""
-    try:
+    with as_a_run_writes(folder):
         return _verified(folder)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"[:MAX_REASON_CHARACTERS]
-        raise RunError(f"{folder}: its files are not as a run writes them: {reason}") from error
 
 
 def _verified(folder: Path) -> list[Finding]:
@@ -144,10 +140,10 @@ def _finding(check: str, wrong: list[str], good: str, bad: str) -> Finding:
 def _read_log(folder: Path) -> dict[str, Logged]:
     found: dict[str, Logged] = {}
     for path in sorted(folder.glob("step_*.jsonl")):
-        with path.open("rb") as lines:
-            for line in lines:
+        with open_checked(path) as file:
+            for line in lines_of(file):
                 if b'"kind":"trajectory"' in line[:80] and is_intact(line):
-                    record = json.loads(line)  # one that was cut short is there twice: the last counts
+                    record = decode(line)  # one that was cut short is there twice: the last counts
                     found[record["episode_id"]] = Logged(_versions(record))
     return found
 
