@@ -8,12 +8,12 @@ that they had; only episodes that were running are played again.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from roll_flash.checked_files import decode, read_checked
 from roll_flash.config.tree import Config
 from roll_flash.engines.learner import LearnerEngine, StepResult
 from roll_flash.errors import CheckpointError, LearnerError, LearnerLostError
@@ -42,8 +42,8 @@ class Resumed:
 def read_state(checkpoint: Checkpoint) -> Recovery:
     """Return the rollout's state in a checkpoint. Raises CheckpointError."""
     try:
-        return Recovery.of(json.loads(checkpoint.trainer.read_text()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Recovery.of(decode(read_checked(checkpoint.trainer)))
+    except (OSError, ValueError) as error:
         raise unreadable(checkpoint, error) from None
 
 
@@ -104,10 +104,10 @@ def _read(
 def _read_journal(config: Config, run_dir: RunDir, checkpoint: Checkpoint | None) -> tuple[Recovery, Damage | None]:
     recovery = Recovery.beginning() if checkpoint is None else read_state(checkpoint)
     step, scheduler = 0 if checkpoint is None else checkpoint.step, config.scheduler
-    events, damage = read_journal(run_dir.journal, step)
     try:
+        events, damage = read_journal(run_dir.journal, step)
         recovery.repeat(events, max_requeues=scheduler.max_requeues if scheduler.on_stale == "requeue" else None)
-    except (KeyError, ValueError, TypeError) as error:
+    except (OSError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{run_dir.journal}: not readable as the journal of this run ({error!r}); move it away to resume from the "
             f"checkpoint of step {step} alone"

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from roll_flash.checked_files import CONTENT_ERRORS
 from roll_flash.cluster.nodes import living_nodes, with_gpu_memory
 from roll_flash.cluster.plan import Plan, make_plan
 from roll_flash.cluster.plan_checks import check_weight_transfer, sandbox_load
@@ -593,7 +594,7 @@ def _open_rollout(
             journal=journal,
             turns=turns,
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except CONTENT_ERRORS as error:
         if resumed is None:
             raise
         raise CheckpointError(

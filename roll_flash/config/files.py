@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from roll_flash.checked_files import load_yaml, read_checked
 from roll_flash.config.paths import beside
 from roll_flash.errors import ConfigError
 
@@ -45,11 +46,11 @@ def read_yaml(path: Path, parents: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in parents:
         raise ConfigError(f"{path}: `base` leads back to the file itself; remove one of the `base` lines")
     try:
-        tree = yaml.load(path.read_text(), Loader=_Loader)
+        tree = load_yaml(read_checked(path), _Loader)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such config file{_near_file(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except _DuplicateKeyError as error:
         raise ConfigError(f"{path}: the key {error}; remove one of them") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that does not exist, nesting without end

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from roll_flash.checked_files import Count, decode, lines_of
 from roll_flash.monitor.episode_files.steps import Content, content_of, open_step, was_removed
 
 REFRESH_S = 1.0
@@ -39,7 +40,7 @@ class Head(msgspec.Struct, gc=False):
     group_id: str
     task_id: str
     env_id: str
-    step: int = 0
+    step: Count = 0
     worker: str | None = None
     reward: float | None = None
     success: bool | None = None
@@ -48,7 +49,7 @@ class Head(msgspec.Struct, gc=False):
     message: str | None = None
     started_s: float | None = None
     finished_s: float | None = None
-    policy_tokens: int = 0
+    policy_tokens: Count = 0
 
 
 _decoder = msgspec.json.Decoder(Head)
@@ -199,7 +200,7 @@ class EpisodeIndex:
             file.begin = lines.read(BEGIN_BYTES)
             lines.seek(file.read)
             found: list[tuple[Head, tuple[float, ...]]] = []
-            for line in lines:
+            for line in lines_of(lines):
                 if not line.endswith(b"\n"):  # is being written, or was cut by a kill
                     break
                 head = head_of(line)
@@ -278,7 +279,7 @@ class EpisodeIndex:
 
     def record(self, row: int) -> dict[str, Any]:
         """Return the whole record of an episode. Raises OSError, ValueError."""
-        record: dict[str, Any] = msgspec.json.decode(self.line(row))
+        record: dict[str, Any] = decode(self.line(row), dict[str, Any])
         return record
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from pydantic import ValidationError
 
+from roll_flash.checked_files import CONTENT_ERRORS, decode, lines_of, open_checked
 from roll_flash.config.sections.learner import LearnerConfig, is_own
 from roll_flash.learner.losses.token_advantages import AdvantageConfig, turn_advantages
 from roll_flash.monitor.episodes import DROPPED_FILE
@@ -46,10 +46,10 @@ class Fates:
                 self._read_file(path)
 
     def _read_file(self, path: Path) -> None:
-        with path.open("rb") as lines:
+        with open_checked(path) as file:
             place = self._read.get(path, 0)
-            lines.seek(place)
-            for line in lines:
+            file.seek(place)
+            for line in lines_of(file):
                 if not line.endswith(b"\n"):
                     break
                 self._take(path, place, line)
@@ -61,7 +61,7 @@ class Fates:
         if not (is_dropped or _TRAINED in line[:_HEAD_BYTES] or _BEGIN in line[:_HEAD_BYTES]):
             return
         try:
-            event = msgspec.json.decode(line)
+            event = decode(line)
             if is_dropped:
                 self._dropped[event["group_id"]] = str(event["reason"])
             elif event["event"] == "begin":
@@ -69,7 +69,7 @@ class Fates:
             else:
                 self._steps[event["version"]] = path, place, len(line)
                 self._trained |= {group: event["version"] for batch in event["batches"] for group, _ in batch}
-        except (msgspec.DecodeError, RecursionError, KeyError, TypeError, ValueError):
+        except CONTENT_ERRORS:
             return  # a damaged line; `roll-flash verify` finds it
 
     def of_group(self, group_id: str) -> dict[str, Any]:
@@ -84,9 +84,9 @@ class Fates:
         if (step := self._trained.get(group_id)) is None or rules is None:
             return {}
         path, offset, length = self._steps[step]
-        with path.open("rb") as file:
+        with open_checked(path) as file:
             file.seek(offset)
-            batches = msgspec.json.decode(file.read(length))["batches"]
+            batches = decode(file.read(length))["batches"]
         groups = [(name, members) for batch in batches for name, members in batch]
         if not rules.needs_whole_batch:
             groups = [group for group in groups if group[0] == group_id]

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
+from roll_flash.checked_files import MAX_FILE_BYTES, DamagedFileError, decode, load_yaml, open_checked, read_checked
 from roll_flash.dashboard.episode_index import EpisodeIndex
 from roll_flash.dashboard.fates import Fates
 from roll_flash.errors import RunError
@@ -91,7 +91,7 @@ class Source:
     def summary(self) -> Any:
         """Return what a run or an evaluation wrote at its end; None before."""
         path = self.folder / (SUMMARY if self.is_run else RESULTS_FILE)
-        return msgspec.json.decode(path.read_bytes()) if path.exists() else None
+        return decode(read_checked(path)) if path.exists() else None
 
     def metrics(self, names: Sequence[str]) -> dict[str, Any]:
         """Return columns of `metrics.jsonl`, one value per step, null where it was not logged; and all names. Several
@@ -177,7 +177,7 @@ def experiment(config: Mapping[str, Any]) -> str:
 @lru_cache(maxsize=256)
 def _read_yaml(path: Path, modified_ns: int) -> Any:
     """Read a file, once as long as it does not change: it takes milliseconds, and an answer may need it ten times."""
-    return yaml.load(path.read_text(), yaml.CSafeLoader)
+    return load_yaml(read_checked(path))
 
 
 def _root(word: str) -> Path:
@@ -196,7 +196,7 @@ def _folders(root: Path) -> Iterator[Path]:
 def _is_locked(path: Path) -> bool:
     """True if a process of this machine holds the lock. Trying to take it could make a run fail that starts now."""
     try:
-        inode, holder = path.stat().st_ino, path.read_text().strip()
+        inode, holder = path.stat().st_ino, read_checked(path).decode("utf-8", "replace").strip()
         locks = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return False
@@ -210,7 +210,9 @@ def _grown(path: Path, rows: list[dict[str, Any]], read: int) -> tuple[list[dict
     if size < read:
         rows, read = [], 0
     if size > read:
-        with path.open("rb") as file:
+        if size - read > MAX_FILE_BYTES:
+            raise DamagedFileError(f"{path}: is larger than the metrics of any run")
+        with open_checked(path) as file:
             file.seek(read)
             data = file.read(size - read)
         end = data.rfind(b"\n") + 1
@@ -221,7 +223,7 @@ def _grown(path: Path, rows: list[dict[str, Any]], read: int) -> tuple[list[dict
 def _last_rows(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
-    with path.open("rb") as file:
+    with open_checked(path) as file:
         start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
         file.seek(start)
         data = file.read()
@@ -233,8 +235,8 @@ def _records(data: bytes) -> Iterator[dict[str, Any]]:
     """Yield the lines that are records; a damaged one is left out."""
     for line in data.splitlines():
         try:
-            record = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            record = decode(line)
+        except ValueError:
             continue
         if isinstance(record, dict):
             yield record

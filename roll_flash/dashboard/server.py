@@ -17,6 +17,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 from tokenizers import Tokenizer
 
+from roll_flash.checked_files import CONTENT_ERRORS
 from roll_flash.dashboard.episode_search import Search, Selection, counts, row_for_table
 from roll_flash.dashboard.folders import Source, Sources
 from roll_flash.dashboard.guard import Guard
@@ -57,7 +58,7 @@ class Reports:
         for source in self._sources.all().values():
             try:
                 cards.append(source.card())
-            except (OSError, ValueError, yaml.YAMLError) as error:
+            except (RollFlashError, OSError, yaml.YAMLError, *CONTENT_ERRORS) as error:
                 errors.append(f"{source.folder}: {_reason(error)}")
         return {"runs": cards, "errors": errors, "roots": self._sources.roots}
 
@@ -177,7 +178,7 @@ def _record(source: Source, row: int) -> dict[str, Any]:
 def make_app(sources: Sources, token: str) -> ASGIApp:
     """Return the application. Every request needs `token` (`guard.py`)."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    for kind in (RollFlashError, OSError, ValueError, yaml.YAMLError, RequestValidationError, Exception):
+    for kind in (RollFlashError, OSError, yaml.YAMLError, RequestValidationError, *CONTENT_ERRORS, Exception):
         app.add_exception_handler(kind, _explain)
     app.mount("/pages", StaticFiles(directory=PAGES))
     _add_routes(app, Reports(sources))
@@ -240,11 +241,15 @@ def _json(data: Any) -> Response:
     return Response(msgspec.json.encode(data, enc_hook=str), media_type="application/json")
 
 
-def _explain(_: Request, error: Exception) -> Response:
+def _explain(request: Request, error: Exception) -> Response:
     """Answer with one line; the page shows it."""
-    kinds = {NotFoundError: 404, OSError: 503, RollFlashError: 422, ValueError: 422, RequestValidationError: 422}
+    kinds: dict[type[Exception], int] = {NotFoundError: 404, OSError: 503}
+    kinds |= dict.fromkeys((RollFlashError, RequestValidationError, yaml.YAMLError, *CONTENT_ERRORS), 422)
     status = next((status for kind, status in kinds.items() if isinstance(error, kind)), 500)
-    return Response(msgspec.json.encode({"error": _reason(error)}), status, media_type="application/json")
+    reason = _reason(error)
+    if isinstance(error, CONTENT_ERRORS) and not isinstance(error, RollFlashError) and not hasattr(error, "errors"):
+        reason = f"{request.query_params.get('run', '?')}: its files are not as a run writes them: {reason}"
+    return Response(msgspec.json.encode({"error": reason}), status, media_type="application/json")
 
 
 def _reason(error: BaseException) -> str:
@@ -252,7 +257,7 @@ def _reason(error: BaseException) -> str:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, RequestValidationError) or hasattr(error, "errors"):
         return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-    return first_line(error)
+    return first_line(error) if isinstance(error, RollFlashError) else f"{type(error).__name__}: {first_line(error)}"
 
 
 def bind(port: int) -> socket.socket:

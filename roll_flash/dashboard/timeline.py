@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from roll_flash.checked_files import CONTENT_ERRORS, decode, read_checked
 from roll_flash.dashboard.episode_index import EpisodeIndex
 from roll_flash.dashboard.episode_search import finite
 from roll_flash.run.run_dir import TIMELINE
@@ -59,14 +60,14 @@ def timeline(index: EpisodeIndex, folder: Path, begin_s: float | None, end_s: fl
 def _steps(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
-    for line in path.read_bytes().splitlines(keepends=True):
+    for line in read_checked(path).splitlines(keepends=True):
         if line.endswith(b"\n"):
             try:
-                step = msgspec.json.decode(line)
+                step = decode(line)
                 yield {key: step[key] for key in ("step", "started_s", "ended_s", "learner")} | {
                     "publication": step.get("publication")
                 }
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
+            except CONTENT_ERRORS:
                 continue
 
 

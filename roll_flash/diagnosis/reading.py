@@ -5,7 +5,6 @@ Nothing is written into it. What cannot be read is left out and noted; of a long
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
+from roll_flash.checked_files import as_a_run_writes, decode, load_yaml, open_checked, read_checked
 from roll_flash.diagnosis.run_view import (
     FIRST_EPISODES,
     FIRST_STEPS,
@@ -38,17 +38,14 @@ _DECODER = msgspec.json.Decoder(LoggedEpisode, strict=False)
 
 def read_run(folder: Path) -> RunView:
     """Read a run. Raises RunError, with one line, for a folder that is none, cannot be read, or is damaged."""
-    try:
-        settings = _settings(folder)
+    with as_a_run_writes(folder):
+        try:
+            settings = _settings(folder)
+        except FileNotFoundError as error:
+            raise RunError(f"{error.filename}: no such file; {folder} is not the folder of a run") from None
         rows = [row for row in read_metrics(folder / "metrics.jsonl") if row.get(STEP_S) is not None]
         log = _Log(folder / "episodes")
         first, recent = log.read()
-    except FileNotFoundError as error:
-        raise RunError(f"{error.filename}: no such file; {folder} is not the folder of a run") from None
-    except OSError as error:
-        raise RunError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # a damaged line, with its file and number
-        raise RunError(str(error)) from None
     return RunView(
         settings, Steps(rows[:FIRST_STEPS]), Steps(rows[-RECENT_STEPS:]), tuple(first), tuple(recent), log.notes()
     )
@@ -57,8 +54,8 @@ def read_run(folder: Path) -> RunView:
 def _settings(folder: Path) -> Settings:
     path = folder / "config.yaml"
     try:
-        content = yaml.safe_load(path.read_bytes())
-    except (yaml.YAMLError, RecursionError):
+        content = load_yaml(read_checked(path))
+    except (yaml.YAMLError, ValueError):
         raise RunError(f"{path}: is no YAML; put back the config of the run") from None
     if not isinstance(content, Mapping):
         raise RunError(f"{path}: has no keys; put back the config of the run")
@@ -69,11 +66,11 @@ def _is_on_gpus(path: Path) -> bool:
     """What the first step of the timeline says: on GPUs it counts no cores."""
     if not path.exists():
         return False
-    with path.open("rb") as file:
+    with open_checked(path) as file:
         line = file.readline(MAX_LINE)
     try:
-        step = json.loads(line)
-    except (ValueError, RecursionError):  # being written
+        step = decode(line)
+    except ValueError:  # being written
         return False
     return isinstance(step, dict) and step.get("cpu_cores") == 0
 
@@ -115,7 +112,7 @@ class _Log:
         for number, line in self._lines(path):
             try:
                 record = _DECODER.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            except (ValueError, RecursionError):
                 self._damaged.add((path, number))
                 continue
             yield of_line(record)

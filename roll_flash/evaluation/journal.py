@@ -12,6 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from roll_flash.checked_files import decode, read_checked
 from roll_flash.errors import ConfigError
 from roll_flash.evaluation.budget import Budget
 from roll_flash.monitor.episodes import Outcome, episode_record, transcript
@@ -38,7 +39,7 @@ class Journal:
             (folder / TRANSCRIPTS).mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{folder}: the results cannot be written there: {error.strerror}; give --out") from None
-        _check_plan(folder / PLAN_FILE, json.loads(encode(plan)))
+        _check_plan(folder / PLAN_FILE, decode(encode(plan).encode()))
         for record in read_records(folder):
             self._count(record)
         self._file = JsonLinesFile(folder / EPISODES_FILE)
@@ -109,10 +110,10 @@ def read_plan(folder: Path) -> dict[str, Any] | None:
     """Plan of an evaluation folder; None if there is none. Raises ConfigError for a damaged one."""
     path = folder / PLAN_FILE
     try:
-        plan = json.loads(path.read_text())
+        plan = decode(read_checked(path))
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not readable ({error}); remove the folder or choose another") from None
     if not isinstance(plan, dict):
         raise ConfigError(f"{path}: not a plan but a {type(plan).__name__}; remove the folder or choose another")

@@ -16,6 +16,7 @@ from roll_flash.chat.model_text import THINK_CLOSE, THINK_OPEN
 from roll_flash.chat.rendered_conversation import open_conversation
 from roll_flash.chat.templates import Tools, chat_template_of
 from roll_flash.chat.tokenizer import load_tokenizer
+from roll_flash.checked_files import as_a_run_writes
 from roll_flash.config.sections.data import DataConfig
 from roll_flash.config.sections.learner import WarmStartConfig
 from roll_flash.config.tree import ModelConfig
@@ -167,7 +168,14 @@ class RowDemonstrations:
 def _from_episodes(
     folder: Path, config: WarmStartConfig, tokenizer: Any, max_length: int
 ) -> list[Sequence[Trajectory]]:
-    records = [record for record in read_episodes(folder) if record["kind"] == "trajectory"]
+    with as_a_run_writes(folder):
+        return _best_of(read_episodes(folder), folder, config, tokenizer, max_length)
+
+
+def _best_of(
+    records: Sequence[Mapping[str, Any]], folder: Path, config: WarmStartConfig, tokenizer: Any, max_length: int
+) -> list[Sequence[Trajectory]]:
+    records = [record for record in records if record["kind"] == "trajectory"]
     floor = -np.inf if config.min_reward is None else config.min_reward
     rewarded = [record for record in records if record["reward"] is not None and record["reward"] >= floor]
     usable = [record for record in rewarded if all(_is_usable(one, max_length) for one in _samples(record))]

@@ -7,18 +7,20 @@ checksum, `crc32`.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 
+from roll_flash.checked_files import Count, decode, lines_of
 from roll_flash.monitor.episode_files.steps import (
     decompress_step,
     open_step,
@@ -28,9 +30,11 @@ from roll_flash.monitor.episode_files.steps import (
     was_removed,
 )
 from roll_flash.monitor.json_lines import JsonLinesFile, encode, is_intact, read_records, with_checksum
-from roll_flash.types import Branch, EpisodeFailure, Task, Trajectory, Turn
+from roll_flash.types import Branch, EpisodeEnd, EpisodeFailure, Task, Trajectory, Turn
 
 Outcome = Trajectory | EpisodeFailure
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Version = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
 _BACKTICKS = re.compile(r"`{3,}+")
 _GROUP = re.compile(rb'"group_id":"g(\d+)"')
 _EPISODE = re.compile(rb'"episode_id":"([^"\\]+)"')
@@ -177,8 +181,8 @@ def next_group_number(folder: Path, step: int) -> int:
     continued long after the checkpoint of `step`."""
     numbers = [-1]
     for path in (step_file(folder, step), folder / DROPPED_FILE):
-        with contextlib.suppress(FileNotFoundError), open_step(path) as lines:
-            numbers += [int(found[1]) for line in lines if (found := _GROUP.search(line))]
+        with suppress(FileNotFoundError), open_step(path) as file:
+            numbers += [int(found[1]) for line in lines_of(file) if (found := _GROUP.search(line))]
     return max(numbers) + 1
 
 
@@ -200,7 +204,7 @@ def read_episodes(path: Path) -> list[dict[str, Any]]:
 
 def find_trajectories(folder: Path, tasks: Mapping[str, Task]) -> dict[str, Trajectory]:
     """Read trajectories from a run's `episodes/`, newest files first; `tasks`: that of each wanted episode, by its id.
-    Those that are missing or damaged are left out."""
+    Those that are missing or damaged are left out. Raises OSError for a file that cannot be read."""
     found: dict[str, Trajectory] = {}
     for _, lines in open_steps(folder, newest_first=True):
         if len(found) == len(tasks):
@@ -211,26 +215,62 @@ def find_trajectories(folder: Path, tasks: Mapping[str, Task]) -> dict[str, Traj
             episode_id = name[1].decode(errors="replace") if name else ""
             if episode_id in tasks and b'"kind":"trajectory"' in line[:80] and is_intact(line):
                 here[episode_id] = line
-        found = {name: trajectory_of(json.loads(line), tasks[name]) for name, line in here.items()} | found
+        for episode_id in here.keys() - found.keys():
+            with suppress(ValueError):
+                found[episode_id] = trajectory_of(here[episode_id], tasks[episode_id])
     return found
 
 
-def trajectory_of(record: Mapping[str, Any], task: Task) -> Trajectory:
-    """Undo `episode_record`, bit by bit: numbers in the file read as the same float32."""
-    own = {name: record[name] for name in _OWN_COLUMNS}
-    branches = tuple(Branch(**_sample_of(each)) for each in record["branches"])
+class _LoggedSample(msgspec.Struct):
+    """The columns of a token sequence that a resumed run reads."""
+
+    token_ids: list[_TokenId]
+    policy_mask: list[Literal[0, 1]]
+    logprobs: list[float | None]
+    versions: list[_Version]
+    turns: list[Turn]
+    messages: list[dict[str, Any]]
+    prompt_length: Count
+
+
+class _LoggedTrajectory(_LoggedSample):
+    """The columns of a trajectory."""
+
+    episode_id: str
+    group_id: str
+    reward: float
+    success: bool | None
+    end: EpisodeEnd
+    started_s: float
+    finished_s: float
+    info: dict[str, Any]
+    branches: list[_LoggedSample]
+
+
+def trajectory_of(line: bytes, task: Task) -> Trajectory:
+    """Undo `episode_record`, bit by bit: numbers in the file read as the same float32. Raises ValueError for a line
+    that is no record of a trajectory."""
+    record = decode(line, _LoggedTrajectory)
+    own = {name: getattr(record, name) for name in _OWN_COLUMNS}
+    branches = tuple(Branch(**_sample_of(each)) for each in record.branches)
     return Trajectory(task=task, **own, **_sample_of(record), branches=branches)
 
 
-def _sample_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    arrays = {
-        "token_ids": np.array(record["token_ids"], np.int32),
-        "policy_mask": np.array(record["policy_mask"], np.bool_),
-        "logprobs": np.array([math.nan if each is None else each for each in record["logprobs"]], np.float32),
-        "versions": np.array(record["versions"], np.int32),
+def _sample_of(record: _LoggedSample) -> dict[str, Any]:
+    length = len(record.token_ids)
+    if not length == len(record.policy_mask) == len(record.logprobs) == len(record.versions) >= record.prompt_length:
+        raise ValueError("its columns differ in length")
+    if any(not 0 <= turn.start <= turn.end <= length for turn in record.turns):
+        raise ValueError("a turn lies outside of its tokens")
+    return {
+        "token_ids": np.array(record.token_ids, np.int32),
+        "policy_mask": np.array(record.policy_mask, np.bool_),
+        "logprobs": np.array([math.nan if each is None else each for each in record.logprobs], np.float32),
+        "versions": np.array(record.versions, np.int32),
+        "turns": tuple(record.turns),
+        "messages": tuple(record.messages),
+        "prompt_length": record.prompt_length,
     }
-    turns = tuple(Turn(**turn) for turn in record["turns"])
-    return {**arrays, "turns": turns, "messages": tuple(record["messages"]), "prompt_length": record["prompt_length"]}
 
 
 def transcript(record: Mapping[str, Any]) -> str:

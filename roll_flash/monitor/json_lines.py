@@ -5,7 +5,6 @@ JSON has no NaN and no infinity: both are written as null.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +15,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
+from roll_flash.checked_files import DamagedFileError, decode, lines_of, open_checked
 from roll_flash.errors import RunError
 
 MAX_DEPTH = 64
@@ -183,22 +183,22 @@ def cut_half_line(path: Path) -> None:
             file.truncate(end)
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield all complete lines. A last line without newline is skipped; a damaged line elsewhere raises ValueError."""
+def read_lines(path: Path, kind: Any = dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield all complete lines; `kind` is a type of msgspec that each must have. A last line without newline is
+    skipped; another line that is damaged raises DamagedFileError, a file that cannot be read OSError."""
     if path.exists():
-        with path.open("rb") as file:
-            yield from read_records(file, path)
+        with open_checked(path) as file:
+            yield from read_records(lines_of(file), path, kind)
 
 
-def read_records(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
+def read_records(lines: Iterable[bytes], path: Path, kind: Any = dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the records of lines from the beginning of the file `path`, as `read_lines`."""
     for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
             return
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error}); remove that line to read on") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number}: not a record but a {type(record).__name__}")
+            record: dict[str, Any] = decode(line, kind)
+        except ValueError as error:
+            message = f"{path}, line {number}: not a record ({error}); remove that line to read on"
+            raise DamagedFileError(message) from None
         yield record

@@ -5,14 +5,16 @@ The constants below are the names that the progress line, the plot and the summa
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+
+from roll_flash.checked_files import DamagedFileError, decode, lines_of, open_checked
 from roll_flash.monitor.json_lines import JsonLinesFile, read_lines
 from roll_flash.terminal import say
 
@@ -40,6 +42,9 @@ EVAL_REWARD = "eval/reward"
 NOT_FINITE = "metrics/not_finite"
 
 FILE_NAME = "metrics.jsonl"
+
+_Number = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)] | float
+"""As JSON has them; float64 does not hold larger integers exactly."""
 
 Metrics = Mapping[str, Any]
 """Mapping of names to numbers; None is an unknown value."""
@@ -91,8 +96,18 @@ def as_numbers(metrics: Metrics) -> dict[str, float]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Lines of a `metrics.jsonl` (or of a run folder's), in the order they were logged; null values stay None."""
-    return list(read_lines(path / FILE_NAME if path.is_dir() else path))
+    """Lines of a `metrics.jsonl` (or of a run folder's), in the order they were logged; null values stay None. Raises
+    DamagedFileError for a line that is none."""
+    file = path / FILE_NAME if path.is_dir() else path
+    rows = list(read_lines(file, dict[str, _Number | None]))
+    _require_steps(file, rows)
+    return rows
+
+
+def _require_steps(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(step := row.get("step"), int) or step < 0:
+            raise DamagedFileError(f"{path}, line {number}: its step is {step!r:.60}; remove that line to read on")
 
 
 def series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -105,8 +120,8 @@ def keep_steps_until(path: Path, step: int) -> None:
     """Move lines of steps after `step` to `<path>.bak` (appended), and damaged ones, which is said."""
     if not path.exists():
         return
-    with path.open("rb") as file:
-        lines = [(line, _step_of(line)) for line in file if line.endswith(b"\n")]
+    with open_checked(path) as file:
+        lines = [(line, _step_of(line)) for line in lines_of(file) if line.endswith(b"\n")]
     moved = [line for line, at in lines if at is None or at > step]
     if not moved:
         return
@@ -124,6 +139,7 @@ def keep_steps_until(path: Path, step: int) -> None:
 def _step_of(line: bytes) -> int | None:
     """Return the step of a line; None if it is damaged."""
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError, RecursionError):
+        step = decode(line, dict[str, Any])["step"]
+    except (ValueError, KeyError):
         return None
+    return step if isinstance(step, int) and not isinstance(step, bool) else None

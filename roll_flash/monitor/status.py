@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 import psutil
 
+from roll_flash.checked_files import decode, read_checked
 from roll_flash.errors import RunError
 
 FILE_NAME = "status.json"
@@ -116,12 +117,12 @@ def read_status(run_dir: Path) -> RunStatus:
     """
     path = run_dir / FILE_NAME
     try:
-        status = msgspec.json.decode(path.read_bytes(), type=RunStatus)
+        status = decode(read_checked(path), RunStatus)
     except FileNotFoundError:
         raise RunError(f"{run_dir}: has no {FILE_NAME}: an older version wrote this run, or it never began") from None
     except OSError as error:
         raise RunError(f"{path}: cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise RunError(f"{path}: is damaged or of another version: {error}") from None
     if status.is_over:
         return status

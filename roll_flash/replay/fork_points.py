@@ -8,7 +8,6 @@ fresh environment and are context, which is never trained (`Task.prefix`).
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from roll_flash.checked_files import decode
 from roll_flash.config.tree import EnvConfig
 from roll_flash.errors import ConfigError, RunError
 from roll_flash.monitor.episode_files.steps import open_step, open_steps, removed_line
@@ -79,7 +79,7 @@ class ForkPoints(ShuffledTasks):
         with open_step(point.log) as log:
             log.seek(point.offset)
             line = log.readline()
-        record = json.loads(line) if is_intact(line) else {}
+        record = decode(line, dict[str, Any]) if is_intact(line) else {}
         if record.get("episode_id") != point.episode_id:
             raise RunError(f"{point.log}: changed while its fork points are in use; leave {self._run} as it is")
         return Task(
@@ -131,10 +131,10 @@ def _trajectories(episodes: Path) -> Iterator[tuple[Path, int, _Episode]]:
         offset = 0
         for line in lines:
             try:
-                episode = msgspec.json.decode(line, type=_Episode)
+                episode = decode(line, _Episode)
                 if episode.kind == "trajectory":
                     yield log, offset, episode
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            except ValueError:
                 damaged += 1
             offset += len(line)
     if damaged:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from roll_flash.checked_files import decode, lines_of
 from roll_flash.errors import ConfigError
 from roll_flash.monitor.episode_files.steps import open_step, removed_line, step_files
 from roll_flash.monitor.json_lines import is_intact
@@ -30,7 +30,7 @@ def find_episode(run: Path, episode_id: str) -> dict[str, Any]:
     failure: dict[str, Any] | None = None
     for path in _logs(run):
         found = list(_records(path, wanted, known))
-        if whole := [record for record in found if record["kind"] == "trajectory"]:
+        if whole := [record for record in found if record.get("kind") == "trajectory"]:
             return whole[-1]
         failure = failure or (found[-1] if found else None)
     if failure is None:
@@ -48,8 +48,8 @@ def _logs(run: Path) -> list[Path]:
 
 
 def _records(path: Path, wanted: bytes, known: set[bytes]) -> Iterator[dict[str, Any]]:
-    with open_step(path) as lines:
-        for number, line in enumerate(lines, start=1):
+    with open_step(path) as file:
+        for number, line in enumerate(lines_of(file), start=1):
             found = _EPISODE.search(line, 0, _HEAD_BYTES)
             if found is None or not line.endswith(b"\n"):  # the last line may be on its way
                 continue
@@ -62,10 +62,9 @@ def _decoded(line: bytes, place: str) -> dict[str, Any]:
     try:
         if line.startswith(b'{"crc32"') and not is_intact(line):  # evaluations have no checksums
             raise ValueError("its checksum is wrong")
-        record: dict[str, Any] = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        return decode(line, dict[str, Any])
+    except ValueError as error:
         raise ConfigError(f"{place}: the episode is damaged ({error})") from None
-    return record
 
 
 def _unknown(episode_id: str, known: list[str]) -> str:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from roll_flash.checked_files import as_a_run_writes
 from roll_flash.config.tree import Config, EnvConfig, load_config
 from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMaker, Step
 from roll_flash.envs.hosting.sandbox_lease import LazySandbox, default_spec, open_pool
@@ -107,8 +108,10 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
     run = find_run(request.run)
     record = find_episode(run, request.episode)
     config = load_config(run / "config.yaml", ["sandbox.allow_weak=true"] if request.allow_weak else [])
-    env = _env_of(config, record)
-    turn, forks = _turn(request, record), _forks(request)
+    with as_a_run_writes(run):
+        env = _env_of(config, record)
+        turn, forks = _turn(request, record), _forks(request)
+        Prefix.of_record(record, turn)
     if forks and turn >= max(1, len(record["turns"])):
         raise ConfigError(f"{request.episode}: has no turn {turn} to go on from; {_turns_to_choose(record)}")
     model = _model(request, run, env, turn) if forks else None

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from roll_flash.checked_files import Count
 from roll_flash.run.journal import Event
 from roll_flash.scheduling.group_queues import group_id_of
 from roll_flash.scheduling.tasks import TaskSource
@@ -34,7 +37,48 @@ class RecordedStep:
 
     version: int
     batches: list[list[tuple[str, Task, list[tuple[str, float]]]]]
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
+
+
+class _State(msgspec.Struct):
+    """`Rollout.state` in a checkpoint."""
+
+    mark: str
+    version: Count
+    next_group: Count
+    groups: list[tuple[Count, Task, Count, list[str]]]
+    requeued: list[tuple[Task, Count]]
+    tasks: dict[str, Any]
+    async_ratio: Any
+
+
+class _Admitted(msgspec.Struct):
+    """Events of the journal, as `Recovery` reads them (`roll_flash/run/journal.py`)."""
+
+    number: Count
+    task: Task
+    requeues: Count
+    drawn: bool
+
+
+class _Ended(msgspec.Struct):
+    group: str
+    episode: str
+    kept: bool
+    score: float
+    task: Task | None
+
+
+class _Dropped(msgspec.Struct):
+    group: str
+    reason: str
+
+
+class _Trained(msgspec.Struct):
+    version: Count
+    batches: list[list[tuple[str, list[tuple[str, float]]]]]
+    without_rows: list[str]
+    metrics: dict[str, float | None]
 
 
 @dataclass(slots=True)
@@ -60,19 +104,17 @@ class Recovery:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Recovery:
-        """Begin with a checkpoint (`Rollout.state`). Raises KeyError, ValueError or TypeError for another state."""
-        groups = [
-            RestoredGroup(int(number), Task(**task), int(requeues), list(episodes))
-            for number, task, requeues, episodes in state["groups"]
-        ]
+        """Begin with a checkpoint (`Rollout.state`). Raises ValueError for another state."""
+        saved = msgspec.convert(state, _State)
+        groups = [RestoredGroup(*each) for each in saved.groups]
         found = cls(
-            mark=str(state["mark"]),
-            version=int(state["version"]),
-            next_group=int(state["next_group"]),
+            mark=saved.mark,
+            version=saved.version,
+            next_group=saved.next_group,
             groups={group.group_id: group for group in groups},
-            requeued=[(Task(**task), int(requeues)) for task, requeues in state["requeued"]],
-            async_ratio=state["async_ratio"],
-            tasks=state["tasks"],
+            requeued=saved.requeued,
+            async_ratio=saved.async_ratio,
+            tasks=saved.tasks,
         )
         found.known_tasks = {group.group_id: group.task for group in groups}
         return found
@@ -84,54 +126,55 @@ class Recovery:
 
     def repeat(self, events: Sequence[Event], *, max_requeues: int | None) -> None:
         """Apply what the journal has after the checkpoint. `max_requeues`: how often the task of a stale group is
-        played again; None: never."""
+        played again; None: never. Raises ValueError or KeyError for what is no journal of this run."""
         marked = [place for place, event in enumerate(events) if event.get("mark") == self.mark]
         before = [-1] if self.mark is None else marked
         self.is_marked = bool(before)
         for event in events[before[-1] + 1 :] if before else ():
             match event["event"]:
                 case "admitted":
-                    self._admit(event)
+                    self._admit(msgspec.convert(event, _Admitted))
                 case "ended":
-                    if event["task"] is not None:  # its group may have left before the checkpoint
-                        self.known_tasks.setdefault(event["group"], Task(**event["task"]))
-                    self.calls.append((event["group"], event["score"]))
-                    group = self.groups.get(event["group"])
-                    if event["kept"] and group is not None and event["episode"] not in group.episodes:
-                        group.episodes.append(event["episode"])
+                    self._end(msgspec.convert(event, _Ended))
                 case "dropped":
-                    group = self.groups.pop(event["group"], None)
-                    stale = event["reason"] == "stale" and max_requeues is not None
+                    dropped = msgspec.convert(event, _Dropped)
+                    group = self.groups.pop(dropped.group, None)
+                    stale = dropped.reason == "stale" and max_requeues is not None
                     if group is not None and stale and group.requeues < (max_requeues or 0):
                         self.requeued.append((group.task, group.requeues + 1))
                 case "trained":
-                    self._train(event)
+                    self._train(msgspec.convert(event, _Trained))
                 case "async_ratio":
                     self.async_ratio = event["state"]
 
-    def _admit(self, event: Event) -> None:
-        task = Task(**event["task"])
-        if event["drawn"]:
-            self.calls.append((task.task_id, None))
+    def _admit(self, event: _Admitted) -> None:
+        if event.drawn:
+            self.calls.append((event.task.task_id, None))
         elif self.requeued:
             self.requeued.pop(0)
-        group = RestoredGroup(int(event["number"]), task, int(event["requeues"]))
+        group = RestoredGroup(event.number, event.task, event.requeues)
         self.groups[group.group_id] = group
-        self.known_tasks[group.group_id] = task
+        self.known_tasks[group.group_id] = event.task
         self.next_group = group.number + 1
 
-    def _train(self, event: Event) -> None:
-        self.version = int(event["version"])
-        batches = [
-            [(name, self.known_tasks[name], [(episode, reward) for episode, reward in rows]) for name, rows in each]
-            for each in event["batches"]
-        ]
-        self.steps.append(RecordedStep(self.version, batches, event["metrics"]))
-        for name in {name for batch in batches for name, _, _ in batch} | set(event["without_rows"]):
+    def _end(self, event: _Ended) -> None:
+        if event.task is not None:  # its group may have left before the checkpoint
+            self.known_tasks.setdefault(event.group, event.task)
+        self.calls.append((event.group, event.score))
+        group = self.groups.get(event.group)
+        if event.kept and group is not None and event.episode not in group.episodes:
+            group.episodes.append(event.episode)
+
+    def _train(self, event: _Trained) -> None:
+        self.version = event.version
+        batches = [[(name, self.known_tasks[name], rows) for name, rows in each] for each in event.batches]
+        self.steps.append(RecordedStep(self.version, batches, event.metrics))
+        for name in {name for batch in batches for name, _, _ in batch} | set(event.without_rows):
             self.groups.pop(name, None)
 
     def restore_source(self, source: TaskSource) -> None:
-        """Bring a task source to where it was. Raises ValueError if it draws other tasks than it did."""
+        """Bring a task source to where it was. Raises ValueError if it draws other tasks than it did, and what the
+        source raises for a state of another one."""
         source.restore(self.tasks)
         for name, score in self.calls:
             if score is not None:

@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import base64
 import itertools
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 from zlib import crc32
 
+import msgspec
 import numpy as np
 
+from roll_flash.checked_files import Count, lines_of, open_checked
+from roll_flash.checked_files import decode as decode_json
 from roll_flash.engines.inference import Generation
 from roll_flash.envs.hosting.environments import Step
 from roll_flash.errors import RollFlashError
+from roll_flash.inference.client.token_protocol import MAX_LOGPROB
 from roll_flash.monitor.json_lines import JsonLinesFile, encode, is_intact, with_checksum
-from roll_flash.types import EpisodeSpec
+from roll_flash.types import EpisodeSpec, FinishReason
+
+_Version = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
 
 
 class DivergedError(RollFlashError):
@@ -65,24 +70,39 @@ class RecordedTurn:
         return SentTurn(episode_id, index, with_checksum(encode(record).encode()))
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> RecordedTurn:
-        """Read the record of a line. Raises KeyError, ValueError or TypeError."""
-        arrays = {
-            name: np.frombuffer(base64.b64decode(record[name], validate=True), kind)
-            for name, kind in (("token_ids", "<i4"), ("logprobs", "<f4"))
-        }
-        versions, counts = np.asarray(record["versions"], np.int32).reshape(-1, 2).T
-        if not counts.sum(dtype=np.int64) == len(arrays["token_ids"]) == len(arrays["logprobs"]) > 0:
+    def of(cls, line: _Line) -> RecordedTurn:
+        """Raises ValueError for a line that no turn wrote."""
+        token_ids, logprobs = np.frombuffer(line.token_ids, "<i4"), np.frombuffer(line.logprobs, "<f4")
+        versions, counts = np.asarray(line.versions, np.int32).reshape(-1, 2).T
+        if not counts.sum(dtype=np.int64) == len(token_ids) == len(logprobs) > 0:
             raise ValueError("its arrays differ in length, or are empty")
+        if token_ids.min() < 0 or not np.isfinite(logprobs).all() or logprobs.max() > MAX_LOGPROB:
+            raise ValueError("it has tokens or log-probabilities that no server sends")
         generation = Generation(
-            arrays["token_ids"].astype(np.int32),
-            arrays["logprobs"].astype(np.float32),
+            token_ids.astype(np.int32),
+            logprobs.astype(np.float32),
             np.repeat(versions, counts),
-            record["finish_reason"],
-            record["server"],
-            record["elapsed_s"],
+            line.finish_reason,
+            line.server,
+            line.elapsed_s,
         )
-        return cls(int(record["prompt"]), generation, int(record["answer"]))
+        return cls(line.prompt, generation, line.answer)
+
+
+class _Line(msgspec.Struct):
+    """The record of `RecordedTurn.sent`."""
+
+    episode_id: str
+    index: Count
+    prompt: Count
+    answer: Count
+    token_ids: bytes
+    logprobs: bytes
+    versions: list[tuple[_Version, _Version]]
+    """Runs (version, number of tokens)."""
+    finish_reason: FinishReason
+    server: str
+    elapsed_s: float
 
 
 def checksum_of_prompt(token_ids: Sequence[int]) -> int:
@@ -150,10 +170,11 @@ class TurnBook:
 
     def add(self, turn: SentTurn) -> None:
         """Add the next turn of an episode. The first turn of one that began again replaces all others."""
-        lines = self._lines.setdefault(turn.episode_id, [])
+        lines = self._lines.get(turn.episode_id, [])
         del lines[turn.index :]
         if len(lines) == turn.index:
             lines.append(turn.line)
+            self._lines[turn.episode_id] = lines
             if self.on_add is not None:
                 self.on_add(turn)
 
@@ -186,7 +207,7 @@ class TurnBook:
 
 
 def decode(lines: Iterable[bytes]) -> list[RecordedTurn]:
-    return [RecordedTurn.of(json.loads(line)) for line in lines]
+    return [RecordedTurn.of(decode_json(line, _Line)) for line in lines]
 
 
 class TurnFile:
@@ -226,8 +247,20 @@ def read_turns(path: Path) -> TurnBook:
     book = TurnBook()
     if not path.exists():
         return book
-    for line in path.read_bytes().splitlines():
-        if is_intact(line):
-            record = json.loads(line)
-            book.add(SentTurn(record["episode_id"], record["index"], line))
+    with open_checked(path) as file:
+        for line in lines_of(file):
+            if (turn := _sent(line.rstrip(b"\n"))) is not None:
+                book.add(turn)
     return book
+
+
+def _sent(line: bytes) -> SentTurn | None:
+    """Return the turn of a line, None if it is damaged."""
+    if not is_intact(line):
+        return None
+    try:
+        record = decode_json(line, _Line)
+        RecordedTurn.of(record)
+    except ValueError:
+        return None
+    return SentTurn(record.episode_id, record.index, line)

@@ -16,7 +16,6 @@ whole journal is kept: `roll-flash verify` (`verify.py`) checks a run by it.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roll_flash.checked_files import decode, lines_of, open_checked
 from roll_flash.monitor.json_lines import JsonLinesFile, encode, is_intact, with_checksum
 from roll_flash.run.files import free_name, sync
 
@@ -86,23 +86,33 @@ class Damage:
 
 def read_journal(folder: Path, step: int = 0) -> tuple[list[Event], Damage | None]:
     """Return the events after the checkpoint of `step`, up to the first damaged line. A last line of the last file
-    without newline is what a killed process leaves, and no damage."""
+    without newline is what a killed process leaves, and no damage. Raises OSError for a file that cannot be read."""
     events: list[Event] = []
     files = journal_files(folder)
     for number, path in files.items():
         if number < step:
             continue
         offset = 0
-        for place, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-            if not line.endswith(b"\n") and number == max(files):
-                break
-            event = json.loads(line) if is_intact(line) else None
-            if event is None or (event["event"] == "begin" and event["format"] != FORMAT):
-                what = "is damaged" if event is None else f"is of format {event['format']}, not {FORMAT}"
-                return events, Damage(number, path, offset, f"{path}, line {place} {what}")
-            events.append(event)
-            offset += len(line)
+        with open_checked(path) as file:
+            for place, line in enumerate(lines_of(file), start=1):
+                if not line.endswith(b"\n") and number == max(files):
+                    break
+                event = _event(line)
+                if event is None or (event["event"] == "begin" and event.get("format") != FORMAT):
+                    what = "is damaged" if event is None else f"is of format {event.get('format')!r}, not {FORMAT}"
+                    return events, Damage(number, path, offset, f"{path}, line {place} {what}")
+                events.append(event)
+                offset += len(line)
     return events, None
+
+
+def _event(line: bytes) -> Event | None:
+    """Return the event of a line; None if it is damaged. What the event has is for the reader to check."""
+    try:
+        event: Event = decode(line, dict[str, Any])
+    except ValueError:
+        return None
+    return event if is_intact(line) and isinstance(event.get("event"), str) else None
 
 
 def cut_at(folder: Path, damage: Damage) -> None:

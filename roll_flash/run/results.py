@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from roll_flash.checked_files import decode, read_checked
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import RunError
 from roll_flash.monitor.episode_files.steps import step_file
@@ -60,5 +60,5 @@ class Run:
             raise RunError(
                 f"{self.folder}: the run has not ended, so it has no summary; metrics() has its steps so far"
             )
-        summary: dict[str, Any] = json.loads(path.read_text())
+        summary: dict[str, Any] = decode(read_checked(path), dict[str, Any])
         return summary

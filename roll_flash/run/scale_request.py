@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from roll_flash.checked_files import decode, open_checked, read_checked
 from roll_flash.errors import ConfigError, RunError
 
 REQUEST, ANSWER = ".scale.json", ".scaled.json"
@@ -78,7 +79,7 @@ def answer_request(folder: Path, request: ScaleRequest, text: str, *, done: bool
 
 def _is_running(folder: Path) -> bool:
     try:
-        with (folder / ".lock").open() as file:
+        with open_checked(folder / ".lock") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -95,7 +96,7 @@ def _write(path: Path, value: object) -> None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found: dict[str, Any] = decode(read_checked(path), dict[str, Any])
         return found
     except FileNotFoundError:
         return None

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from roll_flash.checked_files import as_a_run_writes
 from roll_flash.monitor.episodes import task_hash
 from roll_flash.monitor.json_lines import JsonLinesFile, read_lines
 from roll_flash.types import FinishedEpisode
@@ -46,8 +47,9 @@ class TrainedTasks:
 
 
 def read_trained_tasks(logs: Path) -> set[str]:
-    """Read a run's folder `logs`; empty if there are none."""
-    return {name for line in read_lines(logs / TRAINED_TASKS) for name in line["tasks"]}
+    """Read a run's folder `logs`; empty if there are none. Raises RunError for content that no run writes."""
+    with as_a_run_writes(logs / TRAINED_TASKS):
+        return {name for line in read_lines(logs / TRAINED_TASKS) for name in line["tasks"]}
 
 
 def notes_on_tasks(hashes: Mapping[str, str], trained: Collection[str]) -> list[str]:

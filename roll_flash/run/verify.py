@@ -6,14 +6,14 @@ It shares no code with what wrote them but the readers of the files. Works also 
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_flash.errors import RunError, first_line
+from roll_flash.checked_files import as_a_run_writes, decode
+from roll_flash.errors import RunError
 from roll_flash.monitor.episode_files.steps import open_steps, removed_before, removed_line
 from roll_flash.monitor.json_lines import is_intact
 from roll_flash.monitor.metrics import STEP_S, read_metrics
@@ -23,7 +23,6 @@ from roll_flash.scheduling.group_queues import group_id_of
 
 SHOWN = 3
 """Number of ids in a message."""
-MAX_REASON_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +43,8 @@ class Logged:
 
 def verify_run(folder: Path) -> list[Finding]:
     """Return what holds and what does not. Raises RunError for a run without a journal, or with foreign content."""
-    try:
+    with as_a_run_writes(folder):
         return _verified(folder)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"[:MAX_REASON_CHARACTERS]
-        raise RunError(f"{folder}: its files are not as a run writes them: {reason}") from error
 
 
 def _verified(folder: Path) -> list[Finding]:
@@ -172,7 +168,7 @@ def _read_log(folder: Path) -> tuple[dict[str, Logged], int]:
             if not is_intact(line):
                 damaged += line.endswith(b"\n")
             elif b'"kind":"trajectory"' in line[:80]:
-                record = json.loads(line)  # one that was cut short is there twice: the last counts
+                record = decode(line)  # one that was cut short is there twice: the last counts
                 found[record["episode_id"]] = Logged(_versions(record))
     return found, damaged
 

@@ -80,7 +80,7 @@ def test_a_damaged_line_of_metrics_is_one_line_and_of_episodes_a_note(
     (folder / "config.yaml").write_text("steps: 100\n")
     (folder / "metrics.jsonl").write_text('{"step": 1\n{"step": 2, "step_s": 1.0}\n')
     assert main(["diagnose", str(folder)]) == 1
-    assert "metrics.jsonl, line 1: not JSON" in capsys.readouterr().err
+    assert "metrics.jsonl, line 1: not a record" in capsys.readouterr().err
 
 
 def test_a_run_of_a_newer_version_is_read_as_far_as_it_is_known(tmp_path: Path) -> None:

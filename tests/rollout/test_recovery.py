@@ -606,7 +606,7 @@ def test_a_trajectory_is_read_from_its_record_bit_by_bit() -> None:
     made = whole_trajectory(EpisodeSpec("g0-r0", "g0", 0, task, None, 1), [0] * 500, 0.1)  # type: ignore[arg-type]
     made.logprobs[1:] = -(np.random.default_rng(0).random(500).astype(np.float32) ** 9) * 40
     made.logprobs[7] = -9999.0
-    back = trajectory_of(json.loads(encode(episode_record(made))), task)
+    back = trajectory_of(encode(episode_record(made)).encode(), task)
     for name in ("token_ids", "policy_mask", "logprobs", "versions"):
         assert getattr(back, name).dtype == getattr(made, name).dtype
         assert getattr(back, name).tobytes() == getattr(made, name).tobytes()

@@ -26,6 +26,7 @@ def plot(
     """
     from yaml import YAMLError
 
+    from roll_flash.checked_files import CONTENT_ERRORS
     from roll_flash.errors import ConfigError, first_line
     from roll_flash.monitor.plot import plot_settings
     from roll_flash.run.run_dir import find_run
@@ -37,7 +38,7 @@ def plot(
     try:
         settings = group_by_setting(folders)
         plot_settings(settings, path, dark=dark)
-    except (ValueError, TypeError, KeyError, AttributeError, YAMLError) as error:
+    except (OSError, YAMLError, *CONTENT_ERRORS) as error:
         message = f"config.yaml or metrics.jsonl of {' or '.join(runs)} is not as a run writes it: {first_line(error)}"
         raise ConfigError(message) from error
     value = {"file": str(path), "settings": {name: [str(each) for each in runs] for name, runs in settings.items()}}
@@ -47,11 +48,11 @@ def plot(
 
 def group_by_setting(folders: Sequence[Path]) -> dict[str, list[Path]]:
     """Run folders by setting, which has the name of its first run."""
-    import yaml
+    from roll_flash.checked_files import load_yaml, read_checked
 
     found: list[tuple[dict[str, Any], list[Path]]] = []
     for folder in folders:
-        config = yaml.safe_load((folder / "config.yaml").read_text())
+        config = load_yaml(read_checked(folder / "config.yaml"))
         setting = {key: value for key, value in config.items() if key not in OF_A_SEED}
         same = next((runs for other, runs in found if other == setting), None)
         if same is None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from roll_flash.checked_files import Count, decode, read_checked
 from roll_flash.errors import CheckpointError
 from roll_flash.processes.background import begin_in_background, in_thread
 from roll_flash.run.files import sync
@@ -68,6 +70,15 @@ def new_folder(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
             shutil.rmtree(partial)
 
 
+class Manifest(msgspec.Struct):
+    """What `write_manifest` wrote, as far as it is read."""
+
+    format: int
+    model: str = ""
+    version: Count = 0
+    files: dict[str, Count] = {}
+
+
 def write_manifest(folder: Path, metadata: dict[str, Any]) -> None:
     """Write the list of files with their sizes. Must be the last write to the folder."""
     files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
@@ -75,19 +86,19 @@ def write_manifest(folder: Path, metadata: dict[str, Any]) -> None:
     (folder / MANIFEST).write_text(json.dumps({**head, "files": files}, indent=1))
 
 
-def read_manifest(folder: Path, model_fingerprint: str) -> dict[str, Any]:
+def read_manifest(folder: Path, model_fingerprint: str) -> Manifest:
     """Return the metadata of a complete checkpoint of this model. Raises CheckpointError for any mismatch."""
     try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+        manifest = decode(read_checked(folder / MANIFEST), Manifest)
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: not a complete checkpoint (no {MANIFEST}); use an older one") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / MANIFEST}: cannot be read: {error}; use an older checkpoint") from None
-    if manifest.get("format") != _FORMAT:
-        raise CheckpointError(f"{folder}: format {manifest.get('format')}, this version reads {_FORMAT}")
-    if manifest["model"] != model_fingerprint:
+    if manifest.format != _FORMAT:
+        raise CheckpointError(f"{folder}: format {manifest.format}, this version reads {_FORMAT}")
+    if manifest.model != model_fingerprint:
         raise CheckpointError(f"{folder}: written for another model; set model.path to the one it was made from")
-    for name, size in manifest["files"].items():
+    for name, size in manifest.files.items():
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
         if found != size:

@@ -358,7 +358,7 @@ class FsdpLearner:
         except CheckpointError as error:
             self._kill(f"its state is half loaded: {error}")
             raise
-        self._version = int(manifest["version"])
+        self._version = manifest.version
         self._begin_step()
         self._skipped_in_a_row = 0
 

@@ -17,6 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
+from roll_flash.checked_files import open_checked
+
 BLOCK_BYTES = 0xFF00
 """Bytes of a block before its compression: even if it cannot be compressed, it then has less than 64 KiB."""
 BUFFER_BYTES = 1 << 20
@@ -65,7 +67,7 @@ def _read_places(path: Path, inode: int, size: int, modified_ns: int) -> tuple[a
     """Return where each block begins in the file, and where in the content; each with its end as last element. Read
     once as long as the file is the same."""
     places, starts = array("q", [0]), array("q", [0])
-    with path.open("rb", buffering=0) as file:
+    with open_checked(path) as file:
         head = os.pread(file.fileno(), _HEAD.size, 0)
         while len(head) == _HEAD.size:
             magic, _, extra, name, length, last = _HEAD.unpack(head)
@@ -88,7 +90,7 @@ def _read_places(path: Path, inode: int, size: int, modified_ns: int) -> tuple[a
 
 class _Blocks(io.RawIOBase):
     def __init__(self, path: Path) -> None:
-        self._file = path.open("rb", buffering=0)
+        self._file = open_checked(path)
         self._places, self._starts = _places_of(path)
         self._at = 0
         self._number, self._data = -1, b""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from roll_flash.checked_files import lines_of, open_checked
 from roll_flash.monitor.episode_files.blocks import BUFFER_BYTES, content_bytes, open_blocks, write_blocks
 
 SMALL_BYTES = 1 << 16
@@ -45,7 +46,7 @@ def compressed(path: Path) -> Path:
 def open_step(path: Path) -> BinaryIO:
     """Open a file of `step_files`, compressed or not; one that was removed is empty. Raises OSError."""
     try:
-        return path.open("rb", buffering=BUFFER_BYTES)
+        return open_checked(path, buffer_bytes=BUFFER_BYTES)
     except FileNotFoundError:
         if was_removed(path):
             return io.BytesIO()
@@ -74,11 +75,11 @@ def content_of(path: Path) -> Content:
     return Content(stat.st_size, stat.st_ino, is_compressed=False)
 
 
-def open_steps(folder: Path, *, newest_first: bool = False) -> Iterator[tuple[Path, BinaryIO]]:
-    """Open one file of a folder after another. Raises OSError."""
+def open_steps(folder: Path, *, newest_first: bool = False) -> Iterator[tuple[Path, Iterator[bytes]]]:
+    """Yield one file of a folder after another, with its lines. Raises OSError."""
     for path in reversed(step_files(folder)) if newest_first else step_files(folder):
-        with open_step(path) as lines:
-            yield path, lines
+        with open_step(path) as file:
+            yield path, lines_of(file)
 
 
 def compress_step(path: Path, may_go_on: Callable[[], bool] = lambda: True) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roll_flash.checked_files import as_a_run_writes
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ConfigError, RunError
 from roll_flash.monitor.episode_files.steps import open_steps
@@ -111,8 +112,13 @@ class Recording:
 
 
 def read_recording(folder: Path) -> Recording:
-    """Read a run folder, also of a run that still trains. Raises RunError if it says too little, ConfigError if its
-    config cannot be read."""
+    """Read a run folder, also of a run that still trains. Raises RunError if it says too little, or what no run writes,
+    ConfigError if its config cannot be read."""
+    with as_a_run_writes(folder):
+        return _recording(folder)
+
+
+def _recording(folder: Path) -> Recording:
     steps = [row for row in read_metrics(folder) if row.get(STEP_S) is not None]
     records, damaged = _newest_records(folder)
     episodes = [_episode(record) for record in records if record["kind"] == "trajectory" and record["turns"]]

@@ -14,6 +14,8 @@ from io import BufferedIOBase, RawIOBase
 from pathlib import Path
 from zlib import crc32
 
+from roll_flash.checked_files import CONTENT_ERRORS, decode, open_checked, read_checked
+
 CHECKSUMS = "checksums.json"
 _FORMAT = 1
 _THREADS = 4
@@ -32,9 +34,9 @@ def write_checksums(folder: Path) -> None:
 def parse_checksums(content: bytes) -> dict[str, tuple[int, str]]:
     """Return size and checksum of each file, by its path in the folder. Raises ValueError with what is wrong."""
     try:
-        files = json.loads(content)["files"]
+        files = decode(content)["files"]
         found = {str(name): (int(file["bytes"]), str(file["crc32"])) for name, file in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+    except CONTENT_ERRORS:
         raise ValueError("cannot be read") from None
     if outside := next((name for name in found if not _is_below(name)), None):
         raise ValueError(f"names {outside[:80]!r}, which is no file of it")
@@ -55,7 +57,7 @@ def find_damage(folder: Path, *, part: str = "", sizes_only: bool = False) -> st
     if not has_checksums(folder):
         return None
     try:
-        listed = parse_checksums((folder / CHECKSUMS).read_bytes())
+        listed = parse_checksums(read_checked(folder / CHECKSUMS))
     except OSError:
         return f"{CHECKSUMS} cannot be read"
     except ValueError as error:
@@ -89,7 +91,7 @@ def _checksums(paths: Sequence[Path], *, from_disk: bool) -> list[tuple[int, str
 
 
 def _checksum(path: Path, *, from_disk: bool) -> tuple[int, str]:
-    with path.open("rb", buffering=0) as file:
+    with open_checked(path) as file:
         if from_disk:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return checksum_of(file)

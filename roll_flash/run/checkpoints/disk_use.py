@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
 
+from roll_flash.checked_files import MAX_FILE_BYTES, decode, open_checked
 from roll_flash.config.tree import Config
 from roll_flash.errors import RunError
 
@@ -50,8 +50,8 @@ def _count_parameters(model_folder: Path) -> int:
     """Count the elements of all tensors in a folder's safetensors files, by their headers."""
     count = 0
     for path in model_folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        with open_checked(path) as file:
+            header = decode(file.read(min(int.from_bytes(file.read(8), "little"), MAX_FILE_BYTES)))
         count += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
     return count
 
