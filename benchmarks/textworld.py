@@ -105,8 +105,8 @@ def as_page(result: dict[str, Any]) -> str:
     lines = [
         "# TextWorld Commonsense, one thing to put away",
         "",
-        f"`python benchmarks/textworld.py` on {result['machine']}. Success on {result['games']} held-out games, at "
-        f"most {TURNS} turns.",
+        f"`{result['command']}` on {result['machine']}. Success on {result['games']} held-out games, at most {TURNS} "
+        "turns.",
         "",
         f"Random actions {result['random']:.2f}; the game's own solution {result['gold']:.2f}; the model as it is "
         f"{result['zero_shot']:.2f}.",
@@ -156,6 +156,7 @@ def main() -> None:
         draw = random.Random(0)
         result: dict[str, Any] = {
             "machine": machine(),
+            "command": " ".join(["python benchmarks/textworld.py", *sys.argv[1:]]),
             "games": games,
             "random": play(lambda env: draw.choice(env.valid_actions), games),
             "gold": play(lambda env: env.oracle(), games),

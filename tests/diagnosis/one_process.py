@@ -33,6 +33,7 @@ from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.turns import TurnBook
 from roll_flash.rollout.worker import Worker
 from roll_flash.run.checkpoints.writer import CheckpointWriter
+from roll_flash.run.episode_space import EpisodeSpace
 from roll_flash.run.run_dir import RunDir
 from roll_flash.run.trained_tasks import TrainedTasks
 from roll_flash.stages.running import open_stages, stage_consumers
@@ -213,6 +214,7 @@ async def _train(
         stream,
         metrics,
         checkpoints,
+        EpisodeSpace(config, run_dir, rollout.written, progress.note),
         stages,
         trained,
         before_first_step=_no_warm_start,

@@ -86,7 +86,7 @@ def test_damage_costs_the_lines_that_it_touches_and_is_named(damage: Callable[[b
     assert 0 < len(good) < len(lines)
     assert good == [line for line in lines if line in good]
     assert len(found) == len(good) + 1, "what is damaged is one line"
-    with pytest.raises(ValueError, match=r"step_000003\.jsonl, line \d+: not JSON"):
+    with pytest.raises(ValueError, match=r"step_000003\.jsonl, line \d+: not a record"):
         read_episodes(path)
 
 

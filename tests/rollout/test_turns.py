@@ -78,7 +78,7 @@ class RandomClient:
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, **_: Any) -> Generation:
         self.prompts.append(len(token_ids))
         count = int(self._random.integers(1, 6))
-        logprobs = self._random.normal(size=count).astype(np.float32)
+        logprobs = -self._random.exponential(size=count).astype(np.float32)
         versions = np.arange(len(self.prompts), len(self.prompts) + count, dtype=np.int32) // 2
         tokens = self._random.integers(5, 60, count).astype(np.int32)
         return Generation(tokens, logprobs, versions, "stop", "here", 0.25)
