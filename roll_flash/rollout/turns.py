@@ -8,7 +8,6 @@ one the episode begins again.
 
 from __future__ import annotations
 
-import base64
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -55,19 +54,19 @@ class RecordedTurn:
     def sent(self, episode_id: str, index: int) -> SentTurn:
         generation = self.generation
         runs = [(version, len(list(same))) for version, same in itertools.groupby(generation.versions.tolist())]
-        record = {
-            "episode_id": episode_id,
-            "index": index,
-            "prompt": self.prompt,
-            "answer": self.answer,
-            "token_ids": base64.b64encode(generation.token_ids.astype("<i4").tobytes()).decode(),
-            "logprobs": base64.b64encode(generation.logprobs.astype("<f4").tobytes()).decode(),
-            "versions": runs,
-            "finish_reason": generation.finish_reason,
-            "server": generation.server,
-            "elapsed_s": generation.elapsed_s,
-        }
-        return SentTurn(episode_id, index, with_checksum(encode(record).encode()))
+        line = _Line(
+            episode_id,
+            index,
+            self.prompt,
+            self.answer,
+            generation.token_ids.astype("<i4").tobytes(),
+            generation.logprobs.astype("<f4").tobytes(),
+            runs,
+            generation.finish_reason,
+            generation.server,
+            generation.elapsed_s,
+        )
+        return SentTurn(episode_id, index, with_checksum(msgspec.json.encode(line)))
 
     @classmethod
     def of(cls, line: _Line) -> RecordedTurn:
@@ -90,7 +89,7 @@ class RecordedTurn:
 
 
 class _Line(msgspec.Struct):
-    """The record of `RecordedTurn.sent`."""
+    """The record of a turn; arrays of bytes are base64 in JSON."""
 
     episode_id: str
     index: Count

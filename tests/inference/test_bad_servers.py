@@ -105,7 +105,9 @@ WRONG_ANSWERS = [
     pytest.param(wrong(token_ids=[1, 2]), "2 tokens with 40 logprobs", id="wrong_token_count"),
     pytest.param(wrong(token_ids=[], logprobs={"content": []}, weight_versions=[]), "no tokens", id="empty_turn"),
     pytest.param(wrong(token_ids=["a"] * TOKENS), "not an answer", id="tokens_are_text"),
-    pytest.param(wrong(token_ids=[-1] * TOKENS), "the token id -1", id="negative_token"),
+    pytest.param(wrong(token_ids=[-1] * TOKENS), "token ids from -1 to -1", id="negative_token"),
+    pytest.param(wrong(token_ids=[1 << 40] * TOKENS), "token ids from 1099511627776", id="huge_token"),
+    pytest.param(saying(b'{"error":' + b"[" * 100_000), "not an answer", id="nested_without_end"),
     pytest.param(wrong(logprobs={"content": [{"logprob": float("nan")}] * TOKENS}), "not an answer", id="nan_logprob"),
     pytest.param(wrong(logprobs={"content": [{"logprob": 0.5}] * TOKENS}), "positive or not finite", id="logprob_0.5"),
     pytest.param(wrong(logprobs={"content": [{"logprob": None}] * TOKENS}), "not an answer", id="null_logprob"),
@@ -118,6 +120,9 @@ WRONG_ANSWERS = [
     ),
     pytest.param(
         wrong(weight_versions=[{"version": "1", "start": 5, "end": TOKENS}]), "for 40 tokens", id="version_gap"
+    ),
+    pytest.param(
+        wrong(weight_versions=[{"version": "9" * 12, "start": 0, "end": TOKENS}]), "weight versions", id="version_huge"
     ),
 ]
 

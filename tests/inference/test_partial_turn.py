@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roll_flash.inference.client import token_protocol
 from roll_flash.inference.client.http_connections import BadAnswerError
 from roll_flash.inference.client.partial_turn import PartialTurn
 from roll_flash.inference.client.token_protocol import Piece, event_splitter
@@ -134,6 +136,23 @@ def test_what_does_not_add_up_is_refused(pieces: list[Piece], reason: str) -> No
         play()
     turn.discard()
     assert turn.known_tokens == 0
+
+
+def test_a_long_event_is_searched_once() -> None:
+    """Ten times as many pieces of one event take ten times as long, not a hundred times: its bytes are counted."""
+    searched = 0
+
+    class Counting(bytearray):
+        def find(self, what: bytes, start: int = 0) -> int:  # type: ignore[override]
+            nonlocal searched
+            searched += len(self) - start
+            return super().find(what, start)
+
+    with patch.object(token_protocol, "bytearray", Counting, create=True):
+        receive = event_splitter(lambda piece: None)
+    for _ in range(1000):
+        receive(b"x" * 1000)
+    assert searched < 3 * 1000 * 1000
 
 
 @given(data=st.data())

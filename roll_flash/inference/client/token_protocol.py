@@ -26,6 +26,8 @@ UNLABELLED_VERSION = "default"
 END_OF_STREAM = b"[DONE]"
 MAX_LOGPROB = 1e-2
 """Maximum accepted logprob: 0 plus rounding error."""
+MAX_INT32 = (1 << 31) - 1
+"""Token ids and versions are stored as int32."""
 
 
 class _Logprob(msgspec.Struct, gc=False):
@@ -108,7 +110,7 @@ def decode_piece(content: bytes) -> Piece:
     """Decode one answer, or one event of a streamed answer. Raises BadAnswerError."""
     try:
         answer = _decoder.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadAnswerError(f"not an answer to a generate request ({error}): {excerpt(content)}") from None
     if answer.error is not None:
         raise BadAnswerError(f"an error instead of tokens: {str(answer.error)[:200]}")
@@ -122,8 +124,8 @@ def decode_piece(content: bytes) -> Piece:
         raise BadAnswerError(f"{len(token_ids)} tokens with {len(logprobs)} logprobs")
     if logprobs and not (max(logprobs) <= MAX_LOGPROB and math.isfinite(math.fsum(logprobs))):
         raise BadAnswerError("a logprob that is positive or not finite")
-    if token_ids and min(token_ids) < 0:
-        raise BadAnswerError(f"the token id {min(token_ids)}")
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_INT32:
+        raise BadAnswerError(f"token ids from {min(token_ids)} to {max(token_ids)}")
     experts = None if choice.routed_experts is None else decode_experts(choice.routed_experts)
     return Piece(token_ids, logprobs, _versions(choice.weight_versions), choice.finish_reason, experts)
 
@@ -132,7 +134,7 @@ def decode_experts(text: str) -> NDArray[np.int16]:
     """Decode an array [tokens, layers, k] of vLLM: a .npy file in base64. Raises BadAnswerError."""
     try:
         found = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
-    except (ValueError, EOFError, OSError, binascii.Error) as error:
+    except (ValueError, EOFError, OSError, MemoryError, binascii.Error) as error:
         raise BadAnswerError(f"routed experts that cannot be read: {str(error)[:200]}") from None
     if found.ndim != 3 or found.dtype.kind not in "iu":
         raise BadAnswerError(f"routed experts of shape {found.shape} and type {found.dtype}")
@@ -152,17 +154,22 @@ def encode_experts(experts: NDArray[np.int16]) -> str:
 def event_splitter(take: Callable[[Piece], None]) -> Callable[[bytes], None]:
     """Return a receiver for the bytes of a server-sent event stream; it calls `take` with each event's piece."""
     buffer = bytearray()
+    searched = 0  # bytes of the buffer in which no event ends
 
     def receive(part: bytes) -> None:
+        nonlocal searched
         buffer.extend(part)
-        while (end := buffer.find(b"\n\n")) >= 0:
-            event = bytes(buffer[:end]).strip()
-            del buffer[: end + 2]
+        begin = 0
+        while (end := buffer.find(b"\n\n", max(begin, searched))) >= 0:
+            event = bytes(buffer[begin:end]).strip()
+            begin = end + 2
             if not event.startswith(b"data:"):
                 raise BadAnswerError(f"not an event of a stream: {excerpt(event)}")
             data = event[5:].strip()
             if data != END_OF_STREAM:
                 take(decode_piece(data))
+        del buffer[:begin]
+        searched = max(0, len(buffer) - 1)
 
     return receive
 
@@ -176,6 +183,9 @@ def _versions(spans: list[_Span] | None) -> list[tuple[int, int, int]] | None:
     if spans is None:
         return None
     try:
-        return [(0 if s.version == UNLABELLED_VERSION else int(s.version), s.start, s.end) for s in spans]
+        found = [(0 if s.version == UNLABELLED_VERSION else int(s.version), s.start, s.end) for s in spans]
     except ValueError:
-        raise BadAnswerError(f"a weight version that is no number: {spans[0].version!r}") from None
+        raise BadAnswerError(f"a weight version that is no number: {spans[0].version[:100]!r}") from None
+    if any(not 0 <= version <= MAX_INT32 for version, _, _ in found):
+        raise BadAnswerError(f"weight versions {found[:3]}")
+    return found
