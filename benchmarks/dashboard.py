@@ -326,7 +326,7 @@ def _interactions(page: Any, base: str, count: int) -> dict[str, Any]:
         return _figure([page.evaluate(TIMED, make(number)) for number in range(REPEATS)])
 
     return {
-        "scroll_ms": timed("episodes", lambda n: [".scroll", "scroll", (n * 7919 % 997 + 1) / 998 * 35 * count]),
+        "scroll_ms": timed("episodes", lambda n: [".scroll", "scroll", (n * 7919 % 997 + 100) / 1200 * 35 * count]),
         "sort_ms": timed("episodes", lambda n: [f".row.head span:nth-child({4 + n % 3}) button", "click", None]),
         "tab_ms": timed("episodes", lambda n: [f"header nav a:nth-child({2 + (n + 1) % 3})", "click", None]),
     }
