@@ -212,7 +212,51 @@ def _content(env_id: str, row: Mapping[str, Any]) -> str:
         raise ConfigError(f"{env_id}: no checkpoint can hold the row {str(row)[:200]}: {error}") from None
 
 
-class MixedTasks(TaskSource):
+class _SeveralSources(TaskSource):
+    """Draws from other sources. Each task notes which of them gave it, so that only that one learns its score."""
+
+    def __init__(self, sources: Sequence[TaskSource]) -> None:
+        self._sources = list(sources)
+
+    @property
+    def size(self) -> int | None:
+        return total_size(self._sources)
+
+    def shuffle(self, seed: int) -> None:
+        for source in self._sources:
+            source.shuffle(seed)
+
+    def held_out(self, count: int) -> Sequence[Task]:
+        rounds = zip_longest(*(source.held_out(count) for source in self._sources))
+        return [task for tasks in rounds for task in tasks if task is not None][:count]
+
+    def report(self, task: Task, score: float) -> None:
+        index, inner = _source_of(task)
+        self._sources[index].report(replace(task, source=inner), score)
+
+    def state(self) -> dict[str, Any]:
+        return {"sources": [source.state() for source in self._sources]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        states = state["sources"]
+        if len(self._sources) != len(states):
+            raise ValueError(f"the saved state is of {len(states)} task sources, this run has {len(self._sources)}")
+        for source, its in zip(self._sources, states, strict=True):
+            source.restore(its)
+
+    def _draw(self, index: int) -> Task:
+        """Return the next task of a source. Raises StopIteration."""
+        task = self._sources[index].next()
+        return replace(task, source=f"{index}/{task.source}" if task.source else str(index))
+
+
+def _source_of(task: Task) -> tuple[int, str]:
+    """Return which of several sources gave the task, and what that one noted."""
+    index, _, inner = task.source.partition("/")
+    return int(index), inner
+
+
+class MixedTasks(_SeveralSources):
     """Interleaves sources in proportion to their weights.
 
     Smooth weighted round robin, without randomness: after any number of draws each source is within one task of its
@@ -224,46 +268,29 @@ class MixedTasks(TaskSource):
             raise ValueError(f"{len(sources)} sources need as many weights, not {len(weights)}; at least one")
         if min(weights) <= 0:
             raise ValueError("weights must be positive; leave out a source that should not be used")
-        self._sources = list(sources)
+        super().__init__(sources)
         self._weights = [weight / sum(weights) for weight in weights]
         self._credits = [0.0] * len(weights)
-
-    @property
-    def size(self) -> int | None:
-        return total_size(self._sources)
-
-    def shuffle(self, seed: int) -> None:
-        for source in self._sources:
-            source.shuffle(seed)
-
-    def held_out(self, count: int) -> Sequence[Task]:
-        return _held_out_in_turn(self._sources, count)
 
     def next(self) -> Task:
         while any(self._weights):
             credits = [credit + weight for credit, weight in zip(self._credits, self._weights, strict=True)]
             chosen = max(range(len(credits)), key=lambda index: (self._weights[index] > 0, credits[index], -index))
             try:
-                task = self._sources[chosen].next()
+                task = self._draw(chosen)
             except StopIteration:
                 self._weights[chosen] = self._credits[chosen] = 0.0
                 continue
             credits[chosen] -= sum(self._weights)
             self._credits = credits
-            return _drawn_from(chosen, task)
+            return task
         raise StopIteration
 
-    def report(self, task: Task, score: float) -> None:
-        if (drawn := _source_of(task)) is not None:
-            index, inner = drawn
-            self._sources[index].report(inner, score)
-
     def state(self) -> dict[str, Any]:
-        sources = [source.state() for source in self._sources]
-        return {"credits": list(self._credits), "weights": list(self._weights), "sources": sources}
+        return {"credits": list(self._credits), "weights": list(self._weights), **super().state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        _restore_all(self._sources, state["sources"])
+        super().restore(state)
         self._credits = [float(credit) for credit in state["credits"]]
         self._weights = [float(weight) for weight in state["weights"]]  # 0 of a source that has ended
 
@@ -274,7 +301,7 @@ class MixedTasks(TaskSource):
         return found
 
 
-class CurriculumTasks(TaskSource):
+class CurriculumTasks(_SeveralSources):
     """Draws levels in proportion to their learning signal.
 
     A group gives a learning signal only if its rewards differ. With success rate p the variance of a reward is p(1-p):
@@ -300,8 +327,8 @@ class CurriculumTasks(TaskSource):
             raise ValueError("a curriculum needs at least one level")
         if not 0 < exploration <= 1 or memory < 1:
             raise ValueError("exploration must be in (0, 1] and memory >= 1, or a level could be lost for good")
-        self._levels = list(levels)
-        self._evaluated = [evaluated] if evaluated is not None else self._levels
+        super().__init__(levels)
+        self._evaluated = evaluated
         self._seed = seed
         self._exploration = exploration
         self._memory = memory
@@ -309,37 +336,28 @@ class CurriculumTasks(TaskSource):
         self._scores = [0.5] * len(levels)
         self._counts = [1.0] * len(levels)
 
-    @property
-    def size(self) -> int | None:
-        return total_size(self._levels)
-
     def shuffle(self, seed: int) -> None:
         self._seed = seed
-        for level in self._levels:
-            level.shuffle(seed)
+        super().shuffle(seed)
 
     def held_out(self, count: int) -> Sequence[Task]:
-        return _held_out_in_turn(self._evaluated, count)
+        return super().held_out(count) if self._evaluated is None else self._evaluated.held_out(count)
 
     def next(self) -> Task:
         generator = random.Random(f"{self._seed}:{self._draws}")
         self._draws += 1
         shares = self.probabilities()
         while any(shares):
-            level = generator.choices(range(len(self._levels)), shares)[0]
+            level = generator.choices(range(len(self._sources)), shares)[0]
             try:
-                task = self._levels[level].next()
+                return self._draw(level)
             except StopIteration:  # the other levels continue
                 shares[level] = 0.0
-                continue
-            return _drawn_from(level, task)
         raise StopIteration
 
     def report(self, task: Task, score: float) -> None:
-        if (drawn := _source_of(task)) is None:
-            return
-        level, inner = drawn
-        self._levels[level].report(inner, score)
+        super().report(task, score)
+        level, _ = _source_of(task)
         keep = 1 - 1 / self._memory
         self._scores[level] = self._scores[level] * keep + min(1.0, max(0.0, score))
         self._counts[level] = self._counts[level] * keep + 1
@@ -350,7 +368,7 @@ class CurriculumTasks(TaskSource):
     def probabilities(self) -> list[float]:
         """Return the probability of each level for the next draw; their sum is 1."""
         signal = [rate * (1 - rate) for rate in self.success_rates()]
-        total, count = sum(signal), len(self._levels)
+        total, count = sum(signal), len(self._sources)
         if total == 0:
             return [1 / count] * count
         return [self._exploration / count + (1 - self._exploration) * value / total for value in signal]
@@ -360,11 +378,11 @@ class CurriculumTasks(TaskSource):
             "draws": self._draws,
             "scores": list(self._scores),
             "counts": list(self._counts),
-            "sources": [level.state() for level in self._levels],
+            **super().state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        _restore_all(self._levels, state["sources"])
+        super().restore(state)
         self._draws = int(state["draws"])
         self._scores = [float(score) for score in state["scores"]]
         self._counts = [float(count) for count in state["counts"]]
@@ -375,30 +393,7 @@ class CurriculumTasks(TaskSource):
         return found | {f"level_{index}_share": share for index, share in enumerate(self.probabilities())}
 
 
-def _drawn_from(index: int, task: Task) -> Task:
-    """Note which of several sources gave the task, so that only that one learns its score."""
-    return replace(task, source=f"{index}/{task.source}" if task.source else str(index))
-
-
-def _source_of(task: Task) -> tuple[int, Task] | None:
-    """Undo `_drawn_from`; None for a task in a checkpoint of a version that did not note the source."""
-    index, _, inner = task.source.partition("/")
-    return (int(index), replace(task, source=inner)) if index else None
-
-
 def total_size(sources: Sequence[TaskSource]) -> int | None:
     """Number of different training tasks; None: unknown or without end."""
     sizes = [source.size for source in sources]
     return None if None in sizes else sum(size or 0 for size in sizes)
-
-
-def _held_out_in_turn(sources: Sequence[TaskSource], count: int) -> list[Task]:
-    rounds = zip_longest(*(source.held_out(count) for source in sources))
-    return [task for tasks in rounds for task in tasks if task is not None][:count]
-
-
-def _restore_all(sources: Sequence[TaskSource], states: Sequence[Mapping[str, Any]]) -> None:
-    if len(sources) != len(states):
-        raise ValueError(f"the saved state is of {len(states)} task sources, this run has {len(sources)}")
-    for source, state in zip(sources, states, strict=True):
-        source.restore(state)
