@@ -1,6 +1,6 @@
 """What more servers, workers and nodes bring, and what many of them cost: writes results/scaling.json and .md.
 
-    python benchmarks/scaling.py [--quick] [--output FOLDER]
+    python benchmarks/scaling.py [--quick] [--only PART ...] [--output FOLDER]
 
 Servers and workers: mocks with a fixed latency, so that the cores of this machine are not what limits. Weights and
 runs: three machines of namespaces with real Ray between them (root only); the links count the bytes. Plan: a made-up
@@ -345,6 +345,9 @@ def as_page(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="only show that it runs; write nothing")
+    parser.add_argument(
+        "--only", nargs="+", metavar="PART", help="measure these again; the page keeps its other figures"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--weights-from-here", type=int, metavar="REPETITIONS", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -368,6 +371,11 @@ def main() -> None:
         print(f"no weights and runs between nodes: {reason}", file=sys.stderr)
         for name in ("weights", "weights over links", "run", "lost node"):
             del parts[name]
+    if options.only:
+        if unknown := set(options.only) - set(parts):
+            parser.error(f"there is no part {sorted(unknown)[0]!r}; there are {', '.join(parts)}")
+        result = {**json.loads((RESULTS / "scaling.json").read_text()), **result}
+        parts = {name: parts[name] for name in options.only}
     for name, part in parts.items():
         print(f"measuring {name}", file=sys.stderr, flush=True)
         result[name] = part()
