@@ -221,6 +221,7 @@ class Run:
                 metrics=SimpleNamespace(log=lambda step, metrics: "step_s" in metrics and self.rows.append(step)),
                 trained_tasks=SimpleNamespace(add=lambda step, trajectories: None, hashes=set()),
                 checkpoints=checkpoints,
+                episode_space=SimpleNamespace(metrics=dict, step_ended=lambda version: None),
                 usage_metrics=self._nothing,
                 before_first_step=self._nothing,
             )
