@@ -102,6 +102,16 @@ def test_each_token_keeps_the_experts_of_the_request_that_computed_it_first(
     assert ([] if found is None else found[:, 0].tolist()) == [list(each) for each in expected]
 
 
+def test_experts_of_another_shape_than_before_are_a_bad_answer() -> None:
+    turn = PartialTurn(PROMPT, SamplingParams(), 2, "r", None, known_experts=0)
+    turn.request()
+    turn.take(Piece([1], [-1.0], [(0, 0, 1)], "abort", rows(0, 3, 0)))
+    turn.finish()
+    turn.request()
+    with pytest.raises(BadAnswerError, match=r"of shape \(1, 3\) for a token, before \(1, 2\)"):
+        turn.take(Piece([2], [-1.0], [(0, 0, 1)], "length", np.zeros((1, 1, 3), np.int16)))
+
+
 def test_an_answer_without_experts_is_a_bad_one_where_they_were_promised() -> None:
     turn = PartialTurn(PROMPT, SamplingParams(), 2, "r", None, known_experts=0)
     turn.request()
