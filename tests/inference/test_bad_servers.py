@@ -110,9 +110,7 @@ WRONG_ANSWERS = [
     pytest.param(saying(b'{"error":' + b"[" * 100_000), "not an answer", id="nested_without_end"),
     pytest.param(wrong(logprobs={"content": [{"logprob": float("nan")}] * TOKENS}), "not an answer", id="nan_logprob"),
     pytest.param(wrong(logprobs={"content": [{"logprob": 0.5}] * TOKENS}), "positive or not finite", id="logprob_0.5"),
-    pytest.param(
-        wrong(logprobs={"content": [{"logprob": -1e308}] * TOKENS}), "not finite: -1e", id="sum_overflows"
-    ),
+    pytest.param(wrong(logprobs={"content": [{"logprob": -1e308}] * TOKENS}), "not finite: -1e", id="sum_overflows"),
     pytest.param(wrong(logprobs={"content": [{"logprob": -1e39}] * TOKENS}), "not finite: -1e", id="below_float32"),
     pytest.param(wrong(logprobs={"content": [{"logprob": None}] * TOKENS}), "not an answer", id="null_logprob"),
     pytest.param(wrong(logprobs=None), "40 tokens with 0 logprobs", id="no_logprobs"),
