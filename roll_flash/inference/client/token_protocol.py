@@ -133,7 +133,8 @@ def decode_piece(content: bytes) -> Piece:
 def decode_experts(text: str) -> NDArray[np.int16]:
     """Decode an array [tokens, layers, k] of vLLM: a .npy file in base64. Raises BadAnswerError."""
     try:
-        found = np.lib.format.read_array(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+        file = io.BytesIO(base64.b64decode(text, validate=True))
+        found: NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)  # type: ignore[no-untyped-call]
     except Exception as error:  # numpy parses the header as Python source and lets errors of many kinds through
         raise BadAnswerError(f"routed experts that cannot be read: {str(error)[:200]}") from None
     if found.ndim != 3 or found.dtype.kind not in "iu":
