@@ -34,6 +34,8 @@ from roll_flash.types import Message
 PROGRAM = "program.py"
 SHARE_OF_STEP = 0.8
 """Share of what is left of a step for the tests of a program; the rest is for the sandbox."""
+OUTPUT_MARGIN, MAX_OUTPUT = 1 << 17, 1 << 24
+"""Bytes that a program may print more than its test wants, for blanks; and bytes of one output that a sandbox keeps."""
 
 
 class DatasetEnv(ToolEnv):
@@ -164,7 +166,9 @@ class SandboxDatasetEnv(DatasetEnv, SandboxToolEnv):
         return min(ALL_TESTS_S, SHARE_OF_STEP * (self.step_timeout_s - spent_s))
 
     async def _prints(self, given: str, wanted: str, timeout_s: float) -> bool:
-        result = await self.sandbox.exec(("python3", "-I", PROGRAM), stdin=given.encode(), timeout=timeout_s)
+        most = min(len(wanted.encode()) + OUTPUT_MARGIN, MAX_OUTPUT)  # with less, no program could print a long result
+        command = ("python3", "-I", PROGRAM)
+        result = await self.sandbox.exec(command, stdin=given.encode(), timeout=timeout_s, max_output=most)
         await self.sandbox.kill_all()
         return bool(result.ok and result.stdout_text.split() == wanted.split())
 

@@ -155,6 +155,8 @@ class ClientSpec:
     """API key that the servers require; empty if they require none."""
     returns_experts: bool = False
     """If true, servers return the experts of each token, and an answer without them is wrong."""
+    vocabulary: int | None = None
+    """Number of tokens that the model has: an answer with another token is wrong. None if unknown."""
 
 
 class InferenceClient(Protocol):

@@ -894,6 +894,21 @@ def test_programs_are_tested_in_the_sandbox(program: str, tests: Any, earned: fl
     assert asyncio.run(episode()) == earned
 
 
+def test_a_program_whose_right_output_is_long_passes() -> None:
+    """In the `local` sandbox. An output of which only head and tail are kept never equals what is wanted."""
+    tests = [{"input": "40000", "output": "\n".join(map(str, range(40000)))}]
+    env: Any = make_env("Dataset-v0", answer=tests, rewards=[{"function": "python_tests"}]).unwrapped
+
+    async def episode() -> float:
+        async with open_sandbox(SandboxSpec(), provider="local") as sandbox:
+            env.sandbox = sandbox
+            await env.reset(seed=0)
+            _, found, *_ = await env.step("```python\nfor i in range(int(input())): print(i)\n```")
+            return float(found)
+
+    assert asyncio.run(episode()) == 1.0
+
+
 def test_a_program_that_never_ends_earns_what_the_other_tests_of_its_time_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the `local` sandbox: an endless loop in each of many tests is the model's own failure, no failed episode."""
     monkeypatch.setattr(dataset_env, "ALL_TESTS_S", 6.0)

@@ -110,6 +110,8 @@ WRONG_ANSWERS = [
     pytest.param(saying(b'{"error":' + b"[" * 100_000), "not an answer", id="nested_without_end"),
     pytest.param(wrong(logprobs={"content": [{"logprob": float("nan")}] * TOKENS}), "not an answer", id="nan_logprob"),
     pytest.param(wrong(logprobs={"content": [{"logprob": 0.5}] * TOKENS}), "positive or not finite", id="logprob_0.5"),
+    pytest.param(wrong(logprobs={"content": [{"logprob": -1e308}] * TOKENS}), "not finite: -1e", id="sum_overflows"),
+    pytest.param(wrong(logprobs={"content": [{"logprob": -1e39}] * TOKENS}), "not finite: -1e", id="below_float32"),
     pytest.param(wrong(logprobs={"content": [{"logprob": None}] * TOKENS}), "not an answer", id="null_logprob"),
     pytest.param(wrong(logprobs=None), "40 tokens with 0 logprobs", id="no_logprobs"),
     pytest.param(wrong(finish_reason=None), "without a reason", id="no_finish_reason"),
@@ -146,6 +148,18 @@ def test_a_wrong_answer_is_asked_again_elsewhere_and_alone_is_one_clear_line(han
     assert message.startswith("request r: 3 answers were wrong, the last of http://127.0.0.1:")
     assert "\n" not in message
     assert len(message) < 500
+
+
+def test_a_token_that_the_model_does_not_have_is_a_wrong_answer_too() -> None:
+    """The learner could not compute it: on a GPU it would end the process."""
+
+    async def use(client: TokenClient, _: Any) -> Generation:
+        generation = await ask(client)
+        assert client.counts.bad_answers == 1
+        return generation
+
+    spec = replace(SPEC, vocabulary=50)
+    assert_exact(play([wrong(token_ids=[50] * TOKENS), well], use, spec), [0] * TOKENS)
 
 
 def test_what_is_not_http_is_a_wrong_answer_too() -> None:

@@ -10,6 +10,7 @@ from roll_flash.inference.client.metrics import combined
 from roll_flash.inference.open import open_engine
 from roll_flash.inference.servers.metrics import kv_cache_tokens, logged_figures
 from roll_flash.models.prepare import resolve_model
+from roll_flash.models.tiny import vocabulary
 from roll_flash.system import worker_settings
 
 METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -48,6 +49,7 @@ def test_a_server_that_tells_no_capacity_has_no_limit(tmp_path: Path) -> None:
     assert spec().capacity_tokens == (float("inf"),)
     assert spec(admission_ratio=0).capacity_tokens == ()
     assert (spec().stream_every, spec().health_timeout_s) == (64, 30.0)
+    assert spec().vocabulary == len(vocabulary())
 
 
 def test_the_figures_of_many_clients_are_added_up_and_the_longest_wait_is_that_of_any() -> None:

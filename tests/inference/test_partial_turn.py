@@ -120,11 +120,12 @@ def test_requests_of_one_turn_have_different_names() -> None:
         ([Piece([1, 2], [-1.0] * 2, None, "stop")], "no weight version for 2 tokens"),
         ([Piece([], [], [], "stop")], "no tokens, finished by 'stop'"),
         ([Piece([1], [-1.0], [(0, 0, 1)], None)], "without a reason"),
+        ([Piece([49, 50], [-1.0] * 2, [(0, 0, 2)], "stop")], "token id 50 of a model with 50 tokens"),
         ([Piece([1], [-1.0], [(0, 0, 1)], "stop"), Piece([2], [-1.0], None, None)], "after the end"),
     ],
 )
 def test_what_does_not_add_up_is_refused(pieces: list[Piece], reason: str) -> None:
-    turn = PartialTurn(PROMPT, SamplingParams(), 8, "r", None)
+    turn = PartialTurn(PROMPT, SamplingParams(), 8, "r", None, vocabulary=50)
     turn.request()
 
     def play() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -42,7 +43,21 @@ def test_what_vllm_sends_is_read() -> None:
     assert found.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 255]]]
 
 
-@pytest.mark.parametrize("text", ["%", "AAAA", encode_experts(np.zeros(4, np.int16))])
+def npy(header: bytes) -> str:
+    return base64.b64encode(b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header).decode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("%", "AAAA", encode_experts(np.zeros(4, np.int16))),
+        pytest.param(npy(b"{((("), id="open_brackets"),
+        pytest.param(npy(b"{[]: 1}"), id="unhashable_key"),
+        pytest.param(npy(b"{'descr': '|i1', 'fortran_order': False, 'shape': (9999999999, 1, 1)}"), id="cut_short"),
+        pytest.param(base64.b64encode(b"PK\3\4").decode(), id="broken_archive"),
+        pytest.param(base64.b64encode(b"PK\5\6" + bytes(18)).decode(), id="archive"),
+    ],
+)
 def test_experts_that_cannot_be_read_are_a_bad_answer(text: str) -> None:
     with pytest.raises(BadAnswerError, match="routed experts"):
         decode_piece(json.dumps({"choices": [{"routed_experts": text}]}).encode())
@@ -85,6 +100,16 @@ def test_each_token_keeps_the_experts_of_the_request_that_computed_it_first(
             break
     found = turn.generation("server").routed_experts
     assert ([] if found is None else found[:, 0].tolist()) == [list(each) for each in expected]
+
+
+def test_experts_of_another_shape_than_before_are_a_bad_answer() -> None:
+    turn = PartialTurn(PROMPT, SamplingParams(), 2, "r", None, known_experts=0)
+    turn.request()
+    turn.take(Piece([1], [-1.0], [(0, 0, 1)], "abort", rows(0, 3, 0)))
+    turn.finish()
+    turn.request()
+    with pytest.raises(BadAnswerError, match=r"of shape \(1, 3\) for a token, before \(1, 2\)"):
+        turn.take(Piece([2], [-1.0], [(0, 0, 1)], "length", np.zeros((1, 1, 3), np.int16)))
 
 
 def test_an_answer_without_experts_is_a_bad_one_where_they_were_promised() -> None:

@@ -84,7 +84,7 @@ def test_single_token_losses_are_their_formulas(ratio: float, advantage: float) 
     assert found == pytest.approx(weight * plain)
     steepness = 1.0 if advantage > 0 else 1.05
     gate = 4 / steepness / (1 + math.exp(-steepness * (ratio - 1)))
-    assert scalar("sapo", theta, 9.0, behavior, advantage) == pytest.approx(-gate * advantage)
+    assert scalar("sapo", theta, 9.0, behavior, advantage) == pytest.approx(-gate * advantage, rel=1e-12)
     assert scalar("supervised", theta, prox, behavior, advantage) == pytest.approx(-theta)
 
 

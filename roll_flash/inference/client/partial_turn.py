@@ -38,14 +38,17 @@ class PartialTurn:
         stream_every: int | None,
         decode: Decode | None = None,
         known_experts: int | None = None,
+        vocabulary: int | None = None,
     ) -> None:
-        """`known_experts`: number of tokens of the prompt whose experts are known; None if servers return none."""
+        """`known_experts`: number of tokens of the prompt whose experts are known; None if servers return none.
+        `vocabulary`: number of tokens that the model has; None if unknown."""
         self._prompt = token_ids
         self._sampling = sampling
         self._new_tokens = new_tokens
         self.request_id = request_id
         self._stream_every = stream_every if stream_every is not None and stream_every < new_tokens else None
         self._decode = decode
+        self._vocabulary = vocabulary
         self._request_starts: list[int] = []
         """Start positions, in new tokens, of the requests after the first."""
         self._started_s = time.monotonic()
@@ -105,16 +108,22 @@ class PartialTurn:
         )
 
     def take(self, piece: Piece) -> None:
-        """Add a piece of the answer. Raises BadAnswerError for too many tokens or versions that do not cover them."""
+        """Add a piece of the answer. Raises BadAnswerError for too many tokens, tokens that the model does not have,
+        versions that do not cover them, and experts of another shape than before."""
         if self._reported_finish is not None:
             raise BadAnswerError("tokens after the end of the turn")
         if len(self._token_ids) + len(piece.token_ids) > self._new_tokens:
             raise BadAnswerError(f"more than the {self._new_tokens - self._kept} tokens that were asked for")
+        if self._vocabulary is not None and (largest := max(piece.token_ids, default=0)) >= self._vocabulary:
+            raise BadAnswerError(f"token id {largest} of a model with {self._vocabulary} tokens")
         self._token_ids += piece.token_ids
         self._logprobs += piece.logprobs
         if piece.versions is not None:
             self._set_versions(piece.versions)
         if piece.routed_experts is not None:
+            shape, known = piece.routed_experts.shape[1:], [part.shape[1:] for part in self._experts[:1]]
+            if known and shape != known[0]:
+                raise BadAnswerError(f"routed experts of shape {shape} for a token, before {known[0]}")
             self._new_experts = piece.routed_experts
         self._reported_finish = piece.finish_reason
 

@@ -96,7 +96,16 @@ class TokenClient:
         self.counts.requests += 1
         new_tokens = min(sampling.max_new_tokens, room)
         known = known_experts if self._spec.returns_experts else None
-        turn = PartialTurn(token_ids, sampling, new_tokens, request_id, self._spec.stream_every, self._decode, known)
+        turn = PartialTurn(
+            token_ids,
+            sampling,
+            new_tokens,
+            request_id,
+            self._spec.stream_every,
+            self._decode,
+            known,
+            self._spec.vocabulary,
+        )
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._complete(turn, session)

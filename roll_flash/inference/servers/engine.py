@@ -31,6 +31,7 @@ from roll_flash.inference.servers.metrics import logged_figures
 from roll_flash.inference.servers.process import ServerProcess
 from roll_flash.inference.servers.remote import RemoteServer
 from roll_flash.inference.servers.update import update_server
+from roll_flash.models.folder import read_object
 from roll_flash.processes.background import cancel_and_wait, gather_or_cancel, start_background
 from roll_flash.processes.deadlines import LearnedDeadline, RecentCount
 from roll_flash.processes.keys import new_key
@@ -120,6 +121,7 @@ class ServerEngine:
         """Return the spec for one client; for more see `ClientSpec.clients`. Capacities are known after `start`;
         endpoints change when a server starts on another node."""
         ratio = self._config.admission_ratio
+        vocabulary = read_object(self._model_folder / "config.json").get("vocab_size")
         capacity = tuple(ratio * (server.kv_cache_tokens or float("inf")) for server in self._servers)
         return ClientSpec(
             self._launcher.name,
@@ -131,6 +133,7 @@ class ServerEngine:
             health_timeout_s=self._config.health_timeout_s,
             key=self._key,
             returns_experts=self._launcher.returns_experts,
+            vocabulary=vocabulary if isinstance(vocabulary, int) else None,
         )
 
     async def publish(self, weights: StagedWeights, *, in_flight: InFlight = "keep") -> list[ServerUpdate]:

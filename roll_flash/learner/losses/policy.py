@@ -239,7 +239,8 @@ def sapo(tokens: PolicyTokens, *, positive_temperature: float = 1.0, negative_te
     as the ratio leaves 1. At r = 1 the gradient is that of PPO.
     """
     ratio = tokens.ratio(tokens.behavior_logprobs)
-    temperature = torch.where(tokens.advantages > 0, positive_temperature, negative_temperature)
+    negative = torch.full_like(ratio, negative_temperature)  # of two plain numbers torch.where would make float32
+    temperature = torch.where(tokens.advantages > 0, positive_temperature, negative)
     return TokenLoss(-torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * tokens.advantages, {})
 
 
