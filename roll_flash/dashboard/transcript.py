@@ -59,9 +59,10 @@ def _sample(sample: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str,
     spans = list(_spans(sample.get("policy_mask") or []))
     tokens = [_tokens(sample, *span, tokenizer) for span in spans]
     by_start = {start: found for (start, _), found in zip(spans, tokens, strict=True)}
+    ends = dict(spans)
     for turn in turns:
         # Two turns without an observation between them are one span of the mask.
-        alone = (turn["start"], turn["end"]) in spans
+        alone = ends.get(turn["start"]) == turn["end"]
         turn["tokens"] = by_start.get(turn["start"]) if alone else _turn_tokens(sample, turn, tokenizer)
         turn.pop("observation", None)
     return {
