@@ -65,6 +65,7 @@ BENCHMARKS = [
     Benchmark("evaluate", ("evaluate.py",)),
     Benchmark("weights", ("weights.py",)),
     Benchmark("scaling", ("scaling.py",)),
+    Benchmark("revisions", ("revisions.py", "ae67d38")),  # the version before runs could span several nodes
     Benchmark("learner", ("learner.py",), writes=False, entry="benchmarks/all.py"),
     Benchmark("learner_trl", ("learner.py", "--trl"), writes=False, entry="benchmarks/all.py"),
     Benchmark(  # with 32,768 tokens, full logits alone would take 28 GB
