@@ -19,7 +19,7 @@ HASH_GB_S = 4.0
 COPY_GB_S = 5.0
 """A copy in the memory of a host, on one core (of the same)."""
 OBJECT_STORE_GB_S = 0.5
-"""What Ray's object store passes on between two nodes, in pieces of which two are under way. An assumption: 0.17 was
+"""What passes through Ray's object store from one node to the next; nodes form a chain. An assumption: 0.18 was
 measured between three nodes that share two cores (benchmarks/results/scaling.md)."""
 
 
