@@ -162,10 +162,10 @@ class EpisodeIndex:
     def is_complete(self) -> bool:
         return self._thread is None or not self._thread.is_alive()
 
-    def refresh(self, wait_s: float) -> None:
-        """Look for new episodes in a thread, at most every REFRESH_S, and wait for it up to `wait_s`."""
+    def refresh(self, wait_s: float, *, at_once: bool = False) -> None:
+        """Look for new episodes in a thread, at most every REFRESH_S if not `at_once`; wait for it up to `wait_s`."""
         with self._lock:
-            if self.is_complete and time.monotonic() - self._looked_s >= REFRESH_S:
+            if self.is_complete and (at_once or time.monotonic() - self._looked_s >= REFRESH_S):
                 self._thread = threading.Thread(target=self._look, name="episode index", daemon=True)
                 self._thread.start()
             thread = self._thread

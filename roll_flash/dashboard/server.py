@@ -150,7 +150,8 @@ class Reports:
 
     def _find(self, run: str, episode: str) -> tuple[Source, int]:
         source = self.source(run)
-        source.index.refresh(WAIT_S if source.index.row(episode) is not None else 60.0)
+        is_known = source.index.row(episode) is not None
+        source.index.refresh(WAIT_S if is_known else 60.0, at_once=not is_known)
         if (row := source.index.row(episode)) is None:
             raise NotFoundError(f"{episode}: {source.name} has no episode of this id")
         return source, row

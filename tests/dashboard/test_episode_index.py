@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from served import serving
 from written_run import RecordedRun, trajectory
 
 from roll_flash.dashboard import episode_index
@@ -59,6 +60,17 @@ def test_episodes_of_a_run_that_goes_on_are_found_as_they_come(run: RecordedRun)
     assert len(index.ids) == 17
     assert selected(index, outcome="failed") == ["failed-1"]
     assert index.generation == 0
+
+
+def test_an_episode_is_found_by_its_id_as_soon_as_it_has_ended(
+    run: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episode_index, "REFRESH_S", 60.0)
+    with serving(run.folder) as dashboard:
+        assert dashboard.get("episodes", run=run.folder.name)["episodes"] == 12
+        run.step()
+        run.episodes.sync()
+        assert dashboard.get("episode", run=run.folder.name, id="g00000003-r0")["id"] == "g00000003-r0"
 
 
 def test_a_line_that_is_being_written_is_read_when_it_is_whole(run: RecordedRun) -> None:

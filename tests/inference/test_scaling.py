@@ -65,6 +65,7 @@ def test_a_running_run_gets_more_and_fewer_servers_and_workers(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
+    (run_folder / "config.json").write_text("{}")  # the model's folder too
     monkeypatch.setattr(elastic, "FOLLOW_EVERY_S", 0.01)
     monkeypatch.setattr(scale_request, "ANSWER_POLL_S", 0.01)
 
