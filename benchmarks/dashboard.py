@@ -1,11 +1,12 @@
 """The dashboard with a large run: index, memory, first paint, and the time of each interaction.
 
-    python benchmarks/dashboard.py [--quick] [--compressed] [--json] [--keep FOLDER]
+    python benchmarks/dashboard.py [--quick] [--keep FOLDER]
 
 Generates a run of 1,000 steps and 100,000 episodes of four turns, starts `roll-flash dash` with it, and measures: the
 rate at which episodes are indexed after a start, the largest resident memory of the server, the time of its answers,
 and in Chromium, if it is installed, the first paint and the time from an action to the changed page. Files are in the
-page cache, as they are just after they were written. `--keep` leaves the run in a folder.
+page cache, as they are just after they were written. Then once more, with the episodes of finished steps compressed.
+Writes results/dashboard.{json,md}. `--keep` leaves the run in a folder.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from roll_flash.run.journal import Journal
 from roll_flash.run.run_dir import RunDir
 from roll_flash.types import EpisodeFailure, Task, Trajectory, Turn
 
+RESULTS = Path(__file__).parent / "results"
 EPISODES, QUICK_EPISODES, PER_STEP, REPLICAS = 100_000, 2_000, 100, 10
 STEP_S, TURNS, PROTOTYPES, REPEATS = 20.0, 4, 50, 20
 BEGIN_S = 1_760_000_000.0
@@ -336,33 +338,89 @@ def _figure(values: list[float]) -> dict[str, float]:
     return {"mean": statistics.mean(values), "low": min(values), "high": max(values)}
 
 
+ROWS = {
+    "Milliseconds, in Chromium": {
+        "overview_first_paint_ms": ("first paint of the overview", 1000),
+        "episodes_first_paint_ms": ("first paint of the episodes", 1000),
+        "timeline_first_paint_ms": ("first paint of the timeline", 1000),
+        "overview_complete_ms": ("the overview is complete", None),
+        "episodes_complete_ms": ("the episodes are complete", None),
+        "timeline_complete_ms": ("the timeline is complete", None),
+        "scroll_ms": ("scroll to another place of the table", 100),
+        "sort_ms": ("sort the table", 100),
+        "tab_ms": ("another view", 100),
+    },
+    "Milliseconds of an answer of the server": {
+        "runs_ms": ("list of runs", 100),
+        "metrics_ms": ("metrics", 100),
+        "episodes_ms": ("first episodes", 100),
+        "episodes_sorted_ms": ("sorted", 100),
+        "episodes_far_ms": ("last of all", 100),
+        "episodes_filtered_ms": ("filtered", 100),
+        "episode_ms": ("one episode", 100),
+        "group_ms": ("a group of ten", 100),
+        "failures_ms": ("failures", 100),
+        "timeline_ms": ("timeline, whole", 100),
+        "timeline_episodes_ms": ("timeline, 1,000 episodes", 100),
+        "timeline_turns_ms": ("timeline, single turns", 100),
+        "search_slice_ms": ("a slice of a search in all conversations", 100),
+    },
+}
+"""What the page shows of the figures that have a mean, a lowest and a highest value, with the goal for the mean."""
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    plain, compressed = report["plain"], report["compressed"]
+    head = "| what | lowest | mean | highest | goal of the mean | mean, compressed |\n|---|---|---|---|---|---|"
+    lines = [
+        "# The dashboard with a large run",
+        "",
+        f"`python benchmarks/dashboard.py` on {report['machine']}; load before it {report['load_before']:.1f}.",
+        "",
+        f"A generated run of {report['episodes'] // PER_STEP:,} steps and {report['episodes']:,} episodes of four "
+        f"turns, {plain['mb']:,.0f} MB of episodes; {compressed['mb']:,.0f} MB when finished steps are compressed, as "
+        "runs do by default.",
+        "",
+        "| what | plain | compressed | goal |",
+        "|---|---|---|---|",
+    ]
+    for name, what, form, goal in (
+        ("episodes_per_s", "episodes indexed per second", ",.0f", "50,000, or pages meanwhile: they are shown"),
+        ("memory_mb", "largest resident memory of the server, MB", ".0f", "500"),
+        ("search_all_s", "a text that nothing has, searched in all conversations, s", ".1f", ""),
+    ):
+        both = " | ".join(format(variant["figures"][name], form) for variant in (plain, compressed))
+        lines.append(f"| {what} | {both} | {goal} |")
+    for title, rows in ROWS.items():
+        lines += ["", f"{title}:", "", head]
+        for name, (what, goal) in rows.items():
+            if (found := plain["figures"].get(name)) is None:  # no Chromium
+                continue
+            cells = [f"{found[key]:,.0f}" for key in ("low", "mean", "high")]
+            cells += [f"{goal:,}" if goal else "", f"{compressed['figures'][name]['mean']:,.0f}"]
+            lines.append(f"| {what} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_EPISODES:,} episodes")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--compressed", action="store_true", help="compress the episodes of finished steps first")
-    parser.add_argument("--keep", metavar="FOLDER", help="leave the run here")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_EPISODES:,} episodes; prints, writes nothing")
+    parser.add_argument("--keep", metavar="FOLDER", help="leave the run here, compressed")
     options = parser.parse_args()
     episodes = QUICK_EPISODES if options.quick else EPISODES
+    report: dict[str, Any] = {"machine": machine(), "episodes": episodes, "load_before": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory() as scratch:
         folder = generate(Path(options.keep or scratch), episodes)
-        for path in step_files(folder / "episodes")[:-1] if options.compressed else ():
-            compress_step(path)
-        size = sum(path.stat().st_size for path in (folder / "episodes").iterdir())
-        figures = measure(folder, episodes)
-    if options.json:
-        print(
-            json.dumps({"machine": machine(), "episodes": episodes, "mb": size / 2**20, "figures": figures}, indent=2)
-        )
-        return
-    print(f"{episodes:,} episodes, {size / 2**20:,.0f} MB; {machine()}")
-    for name, figure in figures.items():
-        text = (
-            f"{figure:10,.1f}"
-            if isinstance(figure, float)
-            else f"{figure['mean']:10.1f}  ({figure['low']:.1f} to {figure['high']:.1f})"
-        )
-        print(f"{name:<24} {text}")
+        for variant in ("plain", "compressed"):
+            for path in step_files(folder / "episodes")[:-1] if variant == "compressed" else ():
+                compress_step(path)
+            size = sum(path.stat().st_size for path in (folder / "episodes").iterdir())
+            report[variant] = {"mb": size / 2**20, "figures": measure(folder, episodes)}
+    page = as_markdown(report)
+    print(page)
+    if not options.quick:
+        (RESULTS / "dashboard.json").write_text(json.dumps(report, indent=2) + "\n")
+        (RESULTS / "dashboard.md").write_text(page)
 
 
 if __name__ == "__main__":

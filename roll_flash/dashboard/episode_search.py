@@ -171,6 +171,7 @@ def finite(number: float) -> float | None:
 
 def counts(index: EpisodeIndex) -> dict[str, Any]:
     """Return the values to filter by, with their numbers of episodes, and failures by cause and environment."""
+    is_complete = index.is_complete  # before the columns: what is indexed after them is not in the numbers
     columns = index.columns()
     failed = columns["failed"] == 1
 
@@ -191,7 +192,7 @@ def counts(index: EpisodeIndex) -> dict[str, Any]:
         "messages": _messages(index),
         "steps": [int(steps.min()), int(steps.max())] if len(steps) else None,
         "damaged": index.damaged,
-        "is_complete": index.is_complete,
+        "is_complete": is_complete,
         "read": index.read_bytes / index.total_bytes if index.total_bytes else 1.0,
         "error": index.error,
     }

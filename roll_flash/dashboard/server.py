@@ -104,6 +104,7 @@ class Reports:
     def episodes(self, selection: Selection, offset: int, limit: int) -> dict[str, Any]:
         source = self.source(selection.run)
         source.index.refresh(WAIT_S)
+        is_complete = source.index.is_complete
         search = self._searches.pop(selection, None)
         if search is None or search.generation != source.index.generation:
             search = Search(source.index, selection)
@@ -119,7 +120,7 @@ class Reports:
             "total": search.total,
             "searched": search.searched,
             "episodes": len(source.index.ids),
-            "is_complete": source.index.is_complete,
+            "is_complete": is_complete,
             "error": source.index.error,
         }
 
@@ -167,7 +168,8 @@ class Reports:
     def timeline(self, run: str, begin_s: float | None, end_s: float | None) -> dict[str, Any]:
         source = self.source(run)
         source.index.refresh(WAIT_S)
-        return timeline(source.index, source.folder, begin_s, end_s) | {"is_complete": source.index.is_complete}
+        is_complete = source.index.is_complete
+        return timeline(source.index, source.folder, begin_s, end_s) | {"is_complete": is_complete}
 
 
 def _record(source: Source, row: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from written_run import RecordedRun, trajectory
 
 from roll_flash.dashboard import episode_index
 from roll_flash.dashboard.episode_index import EpisodeIndex, head_of
-from roll_flash.dashboard.episode_search import Search, Selection, row_for_table
+from roll_flash.dashboard.episode_search import Search, Selection, counts, row_for_table
 from roll_flash.monitor.episode_files import steps
 from roll_flash.monitor.episode_files.steps import compress_step, remove_oldest, step_file, step_files
 
@@ -186,6 +187,33 @@ def test_a_long_search_goes_on_from_request_to_request(run: RecordedRun, monkeyp
     monkeypatch.setattr("roll_flash.dashboard.episode_search.SLICE_S", 60.0)
     search.go_on()
     assert (search.searched, search.total) == (12, 6)
+
+
+def test_numbers_that_miss_the_end_of_the_index_are_not_called_complete(
+    run: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_look = threading.Event()
+
+    def paths() -> list[Path]:
+        assert may_look.wait(PATIENCE_S)
+        return step_files(run.run_dir.episodes)
+
+    index = EpisodeIndex(paths)
+    index.refresh(0)
+    columns = index.columns
+
+    def columns_before_the_end() -> Any:
+        found = columns()
+        may_look.set()
+        index.refresh(PATIENCE_S)
+        return found
+
+    monkeypatch.setattr(index, "columns", columns_before_the_end)
+    first = counts(index)
+    assert (first["episodes"], first["is_complete"]) == (0, False)
+    monkeypatch.undo()
+    second = counts(index)
+    assert (second["episodes"], second["is_complete"]) == (12, True)
 
 
 def test_an_unreadable_folder_is_said_and_not_raised(tmp_path: Path) -> None:
