@@ -14,7 +14,7 @@ DOCS := .venv-docs
 PINS := $(filter-out $(ADAPTERS_PINS) requirements/agents.txt requirements/docs.txt,$(wildcard requirements/*))
 STAMP := $(VENV)/installed-$(SET)
 
-.PHONY: help setup engine browser image agents-image training-image model quickstart gpu-check test test-nightly test-adapters benchmarks lint docs clean
+.PHONY: help setup engine browser image agents-image training-image model quickstart gpu-check test test-nightly test-adapters benchmarks report lint docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -67,6 +67,9 @@ $(ADAPTERS)/installed: $(ADAPTERS_PINS) | $(STAMP)
 
 benchmarks: agents-image model ## regenerate all of benchmarks/results and mark what changed (hours, on a quiet machine)
 	@$(BIN)/python benchmarks/all.py
+
+report: benchmarks ## the same, and write docs/report.md: claims, and what was measured
+	@$(BIN)/python benchmarks/report.py
 
 lint: setup ## ruff, mypy --strict, and the layers of the packages
 	@$(BIN)/ruff check .

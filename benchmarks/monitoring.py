@@ -157,7 +157,8 @@ def as_markdown(report: dict[str, Any]) -> str:
     lines += [
         "",
         f"With {part}, runs are slower by {_shown(slower, '.1%')} (goal at most {GOAL:.0%}). The driver uses "
-        f"{_shown(cores, '.3f')} cores more.",
+        f"{_shown(cores, '.3f')} cores more, {cores['mean'] / (os.cpu_count() or 1):.1%} of the machine: what it costs "
+        "where processors are the limit.",
     ]
     if part == "journal":
         sums = {name: sum(row["on"][name] for row in report["rows"]) for name in report["rows"][0]["on"]}

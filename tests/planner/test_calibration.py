@@ -154,6 +154,13 @@ def test_a_run_in_which_servers_and_learner_take_turns_says_that_their_contentio
     assert found.error > 0.1
 
 
+def test_a_run_that_stopped_many_episodes_says_that_a_synchronous_plan_is_too_fast(tmp_path: Path) -> None:
+    recording = read_recording(run_of(tmp_path, Calibration("made", SPEEDS, load()), steps=3))
+    few, many = (replace(recording, stopped_s=(1.0,) * count) for count in (1, len(recording.episodes)))
+    assert not any("stopped as stale" in note for note in calibrate(few).notes)
+    assert any(note.startswith("50% of the run's episodes were stopped as stale") for note in calibrate(many).notes)
+
+
 def test_a_run_that_says_too_little_is_refused(tmp_path: Path) -> None:
     folder = run_of(tmp_path, Calibration("made", SPEEDS, load()), steps=1)
     (folder / "metrics.jsonl").write_text("")

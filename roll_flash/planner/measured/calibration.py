@@ -255,11 +255,18 @@ def _notes(recording: Recording, turns: TurnTimes, cores: float) -> list[str]:
     if recording.damaged:
         notes.append(f"{recording.damaged} damaged lines of episodes/ were left out")
     stopped = len(recording.stopped_s)
-    unfinished = recording.last("bias/unfinished") - stopped / (stopped + len(recording.episodes))
+    share = stopped / (stopped + len(recording.episodes))
+    unfinished = recording.last("bias/unfinished") - share
     if unfinished > MAX_UNFINISHED:
         notes.append(
             f"{unfinished:.0%} of the run's episodes failed, or were stopped when their group was complete, and slow "
             "ones more often: the plan is too fast. Measure without redundancy"
+        )
+    if share > MAX_UNFINISHED:
+        notes.append(
+            f"{share:.0%} of the run's episodes were stopped as stale, and how long they would have lasted is not known: "
+            "settings that wait for every episode, such as scheduler.async_ratio=0, may be slower than planned. "
+            "Measure with scheduler.on_stale=wait"
         )
     if not turns.knows_slowdown and math.isfinite(cores):
         notes.append(
