@@ -264,7 +264,7 @@ def _notes(recording: Recording, turns: TurnTimes, cores: float) -> list[str]:
         )
     if share > MAX_UNFINISHED:
         notes.append(
-            f"{share:.0%} of the run's episodes were stopped as stale, and how long they would have lasted is not known: "
+            f"{share:.0%} of the run's episodes were stopped as stale; how long they would have lasted is not known: "
             "settings that wait for every episode, such as scheduler.async_ratio=0, may be slower than planned. "
             "Measure with scheduler.on_stale=wait"
         )
