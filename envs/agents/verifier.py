@@ -43,7 +43,13 @@ for f; do
     done
 done
 export held
-find . /tmp /dev/shm -xdev -type l -exec sh -c '
+places=$(while read -r _ p kind options _; do
+    case $p:$kind:$options in /:*|/.*|/proc*|/sys/*|/dev:*) ;; *:tmpfs:rw*) printf '%s\n' "$p";; esac
+done < /proc/mounts)
+set -f
+IFS="
+"
+find . /tmp /dev/shm $places -xdev -type l -exec sh -c '
     set -f
     IFS="
 "
@@ -56,7 +62,8 @@ find . /tmp /dev/shm -xdev -type l -exec sh -c '
     done' sh {} +
 """
 """Shell code that removes links to the files in `$@`, to folders that hold them, to nothing, and into /proc. Through
-such a link a check would read what it compares with, or its own environment."""
+such a link a check would read what it compares with, or its own environment. All that an agent may write to is
+searched: working directory, `/tmp`, `/dev/shm`, the image's volumes."""
 _NOT_FINITE = re.compile(r"[+-]?(?:nan|inf|infinity)", re.IGNORECASE)
 WRITABLE = ("/sandbox/", "/tmp/", "/dev/shm/")
 

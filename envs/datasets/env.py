@@ -29,6 +29,7 @@ from roll_flash.envs.tools.functions import Tool, make_tool
 from roll_flash.envs.tools.tool_env import SandboxToolEnv, ToolEnv
 from roll_flash.errors import ConfigError, EnvError, first_line
 from roll_flash.processes.background import call_sync_or_async
+from roll_flash.sandboxes.errors import SandboxFileError
 from roll_flash.types import Message
 
 PROGRAM = "program.py"
@@ -151,7 +152,11 @@ class SandboxDatasetEnv(DatasetEnv, SandboxToolEnv):
         if is_empty(code):
             return 0.0
         all_s = self._time_for_tests()
-        await self.sandbox.write(PROGRAM, code)
+        try:
+            await self.sandbox.remove(PROGRAM)
+            await self.sandbox.write(PROGRAM, code)
+        except SandboxFileError:  # the program ran for an earlier reward and blocks its place
+            return 0.0
         if isinstance(tests, str):
             return await self._runs_without_error(tests, min(timeout_s, all_s))
         ends_at, passed = time.monotonic() + all_s, 0

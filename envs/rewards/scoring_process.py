@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,8 +31,11 @@ from roll_flash.errors import EnvError
 MAX_SCORING_S = 3.0
 """Processor time in seconds per call. All worker threads (`rollout.worker_threads`) may use it at once; even on two
 cores that must end within the step timeout, because a timeout gives no sample."""
-WAIT_S = 60.0
-"""Maximum wait in seconds for an answer; the machine may be busy."""
+WAIT_S = 40.0
+"""Maximum wait in seconds for an answer; the machine may be busy. Less than the time-out of a reward or a step."""
+OWN_S = 0.5
+"""Processor time in seconds of a call that is not done after WAIT_S, from which on that is the answer's doing: the
+scorer has had enough for any right answer."""
 MEMORY_MB = 128
 """Extra memory in MB that a call may use above the forked process. All threads of a worker may use it at once."""
 NICENESS = 10
@@ -40,6 +44,8 @@ MAX_MESSAGE_BYTES = 1 << 16
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
 """Environment variables passed on; others may hold the run's keys."""
 _STARTED, _UNUSED = b"\n", b"-"
+MIN_WAIT_S = 0.01
+"""A socket that waits for 0 seconds does not wait at all, not even for what has come."""
 LINGER_S = 3.0
 """Seconds that the server stays without users, because another episode usually follows."""
 _starting = threading.Lock()
@@ -71,16 +77,18 @@ def score_in_subprocess(work: Callable[[], Any], *, modules: Sequence[str] = (),
     if not (said := _answer(request, modules)):  # it may just have ended, for example because it had no users
         _start_anew()
         said = _answer(request, modules)
-    if not said.startswith(_STARTED):
+    _, started, result = said.partition(_STARTED)
+    if not started:
         raise EnvError("a scorer's process ended before it began")
-    if said == _STARTED:
+    if not result:
         raise ScoringEndedError(f"it raised an error, or takes more than {seconds:g} s or {MEMORY_MB} MB")
-    return json.loads(said)
+    return json.loads(result)
 
 
 def _answer(request: bytes, modules: Sequence[str]) -> bytes:
-    """Return the answer; empty if the process ended before it began."""
+    """Return the number of the process that scores, _STARTED, and the result; empty if it ended before it began."""
     ours, theirs = socket.socketpair()
+    said, ends_at = b"", time.monotonic() + WAIT_S
     with ours:
         ours.settimeout(WAIT_S)
         with theirs:
@@ -88,18 +96,27 @@ def _answer(request: bytes, modules: Sequence[str]) -> bytes:
         try:
             ours.sendall(request)
             ours.shutdown(socket.SHUT_WR)
-            return _read(ours)
+            while len(said) < MAX_MESSAGE_BYTES and (piece := ours.recv(MAX_MESSAGE_BYTES)):
+                said += piece
+                ours.settimeout(max(MIN_WAIT_S, ends_at - time.monotonic()))
+            return said
         except ConnectionError:
             return b""
         except TimeoutError:
+            if (used_s := _processor_s(said)) >= OWN_S:
+                raise ScoringEndedError(f"not done after {WAIT_S:g} s, {used_s:.1f} s of them on a processor") from None
             raise EnvError(f"a scorer was not done after {WAIT_S:g} s: is the machine too busy?") from None
 
 
-def _read(connection: socket.socket) -> bytes:
-    said = b""
-    while len(said) < MAX_MESSAGE_BYTES and (piece := connection.recv(MAX_MESSAGE_BYTES)):
-        said += piece
-    return said
+def _processor_s(said: bytes) -> float:
+    """Return the processor time of the process that scores, which has `said` its number; 0 if it is not known."""
+    process, _, _ = said.partition(_STARTED)
+    try:
+        with open(f"/proc/{int(process)}/stat") as usage:
+            of_program, of_kernel = usage.read().rpartition(")")[2].split()[11:13]
+    except (OSError, ValueError):
+        return 0.0
+    return (int(of_program) + int(of_kernel)) / os.sysconf("SC_CLK_TCK")
 
 
 def _ask(connection: socket.socket, modules: Sequence[str]) -> None:
@@ -165,7 +182,7 @@ def _serve(connection: socket.socket) -> None:
     _end_with_asker(connection)
     sys.path[:], seconds = cloudpickle.load(request)
     work = cloudpickle.load(request)
-    connection.sendall(_STARTED)
+    connection.sendall(str(os.getpid()).encode() + _STARTED)
     with open("/proc/self/statm") as usage:
         used = int(usage.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

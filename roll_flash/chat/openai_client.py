@@ -40,6 +40,8 @@ MAX_TOKENS = 1 << 31
 MAX_BACKOFF_S = 30.0
 _shortening = reprlib.Repr()
 _shortening.maxstring = _shortening.maxother = 80
+ANSWER_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+"""What reading an answer of another form may raise: wrong types, numbers beyond a float, nesting without end."""
 CONTEXT_ERROR_TEXTS = ("context length", "context_length", "context size", "context window", "prompt is too long")
 """Error texts for a conversation that does not fit the context; there is no standard error code."""
 
@@ -320,7 +322,7 @@ def _reply(answer: Any, url: str, elapsed_s: float) -> ChatReply:
             elapsed_s=elapsed_s,
             tool_calls=tuple(_tool_call(call) for call in choice["message"].get("tool_calls") or ()),
         )
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+    except ANSWER_ERRORS:
         raise InferenceError(f"{url}: not a chat completion: {excerpt(answer)}") from None
 
 
@@ -352,9 +354,10 @@ def _error_text(content: bytes, reason: str) -> str:
         text = error.get("message", error) if isinstance(error, dict) else error
         if isinstance(error, dict) and error.get("code") == "insufficient_quota":
             text = f"{text} (insufficient_quota)"
+        text = str(text)
     except (ValueError, RecursionError):
         text = content.decode(errors="replace")
-    return " ".join(str(text).split())[:300] or reason
+    return " ".join(text.split())[:300] or reason
 
 
 def _advice(status: int, model: str) -> str:

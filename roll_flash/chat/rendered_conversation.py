@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from roll_flash.chat.model_text import split_thinking
 from roll_flash.chat.templates import Arrays, Conversation, Tools, arrays_of
+from roll_flash.errors import ModelError
 from roll_flash.types import Message
 
 Thinking = Literal["keep", "strip"]
@@ -49,14 +50,20 @@ class RenderedConversation(Conversation):
         )
 
     def add_observation(self, messages: Sequence[Message], room: int | None = None) -> None:
-        """Append the environment's messages and render the prompt of the next turn. `room` as in `Conversation`."""
+        """Append the environment's messages and render the prompt of the next turn. `room` as in `Conversation`. If the
+        template refuses an earlier turn of the model (gpt-oss: one that spells out a channel), all stays as it was.
+        Raises ModelError if the template refuses the environment's messages."""
         if self._is_models_turn:
             raise ValueError("an observation must follow a turn of the model")
         self._is_models_turn = True
         self.messages.extend(messages)
         self._shown.extend(messages)
         most = None if room is None else len(self.token_ids) + room
-        prompt = self._template.prompt(self._shown, self._tools, most)
+        try:
+            prompt = self._template.prompt(self._shown, self._tools, most)
+        except ModelError:  # perhaps it refuses what the model wrote, which must not cost the sample
+            delta = self._template.delta(messages, after=self.token_ids[-1], tools=self._tools, room=room)
+            prompt = [*self.token_ids, *delta]
         if self._generations and prompt[: len(self.token_ids)] != self.token_ids:
             self._ended.append(arrays_of(self.token_ids, self._generations))
             self._generations = []

@@ -134,6 +134,10 @@ class ServerUpdate:
     total_s: float
 
 
+ExpertSizes = tuple[int | None, int | None, int | None]
+"""Decoder layers, experts that a token uses in a layer, and experts of a layer; None for what is not known."""
+
+
 @dataclass(frozen=True, slots=True)
 class ClientSpec:
     """Everything that a worker needs to reach the servers. Picklable."""
@@ -157,6 +161,8 @@ class ClientSpec:
     """If true, servers return the experts of each token, and an answer without them is wrong."""
     vocabulary: int | None = None
     """Number of tokens that the model has: an answer with another token is wrong. None if unknown."""
+    expert_sizes: ExpertSizes = (None, None, None)
+    """An answer with experts that the model does not have is wrong."""
 
 
 class InferenceClient(Protocol):

@@ -11,7 +11,13 @@ import time
 from typing import Any
 
 from roll_flash.chat.model_text import encodable
-from roll_flash.chat.openai_client import EndpointRefusedError, OpenAIChatClient, excerpt, token_count
+from roll_flash.chat.openai_client import (
+    ANSWER_ERRORS,
+    EndpointRefusedError,
+    OpenAIChatClient,
+    excerpt,
+    token_count,
+)
 from roll_flash.errors import InferenceError
 from roll_flash.gateway.apis.answer_text import new_call_id
 from roll_flash.gateway.apis.api_error import ApiError, unsupported
@@ -54,7 +60,7 @@ class EndpointBackend:
             answers = tuple(_answer(choice) for choice in body["choices"])
             reported = body.get("usage") or {}
             usage = Usage(*(token_count(reported.get(f"{kind}_tokens")) or 0 for kind in ("prompt", "completion")))
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        except ANSWER_ERRORS:
             raise InferenceError(f"{self._client.url}: not a chat completion: {excerpt(body)}") from None
         if not answers:
             raise InferenceError(f"{self._client.url}: a chat completion without choices")

@@ -125,17 +125,18 @@ class TokenBackend:
     async def _generate(
         self, prompt: list[int], sampling: SamplingParams, n: int, session: Session, number: int, known_experts: int
     ) -> list[Generation]:
-        def one(index: int) -> Any:
+        async def one(index: int) -> Generation:
             own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index)
             name = f"{session.session_id}-{number}" + (f"-{index}" if index else "")
-            return self._client.generate(
-                prompt,
-                own,
-                request_id=name,
-                session=session.routed_as,
-                timeout_s=session.timeout_s,
-                known_experts=known_experts,
-            )
+            async with session.generating:
+                return await self._client.generate(
+                    prompt,
+                    own,
+                    request_id=name,
+                    session=session.routed_as,
+                    timeout_s=session.timeout_s,
+                    known_experts=known_experts,
+                )
 
         if n == 1:
             return [await one(0)]

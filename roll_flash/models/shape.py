@@ -19,6 +19,7 @@ from roll_flash.models.prepare import RECIPES, resolve_model
 SHAPES = Path(__file__).parent / "shapes"
 """Folder of config.json files by the name of their model's folder, such as `Qwen3-0.6B.json`."""
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_IN_A_CONFIG = (*_NUM_EXPERTS, "moe_num_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,17 @@ def shape_of(model: Any, name: str) -> ModelShape:
 def has_experts(folder: Path) -> bool:
     """Return true if the config.json in `folder` is that of a mixture of experts. Imports nothing."""
     config = json.loads((folder / "config.json").read_text())
-    return any(config.get(key) for key in (*_NUM_EXPERTS, "moe_num_experts"))
+    return any(config.get(key) for key in _IN_A_CONFIG)
+
+
+def expert_sizes(config: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
+    """Return, from the config.json of a mixture of experts, the number of decoder layers, of experts that a token uses
+    in a layer, and of experts of a layer; None for what it does not name. Imports nothing."""
+
+    def number(*names: str) -> int | None:
+        return next((found for name in names if type(found := config.get(name)) is int), None)
+
+    return number("num_hidden_layers"), number("num_experts_per_tok", "moe_k"), number(*_IN_A_CONFIG)
 
 
 def decoder_layers(model: Any) -> list[Any]:

@@ -91,6 +91,7 @@ TABLE: dict[str, list[Metric]] = {
         Metric("mismatch_gap_mean", NATS, "mean difference of log-probabilities of fresh tokens"),
         Metric("mismatch_gap_max", NATS, "largest one"),
         Metric("logprob_gap_max", NATS, "largest difference of log-probabilities of any token"),
+        Metric("not_finite_tokens", TOKENS, "tokens that these figures leave out: the learner gives NaN or infinity"),
         Metric("effective_sample_size", SHARE, "of the tokens, after importance weighting (Kish); low: too off-policy"),
         Metric("rho_mean", RATIO, "importance ratio rho = learner / sampler: mean over tokens"),
         Metric("rho_max", RATIO, "its maximum"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from collections.abc import Awaitable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -136,7 +138,8 @@ def _text(messages: Sequence[Message]) -> str:
 class RewardModelStage:
     """Reward model; the score is the model's output number `label` for the conversation, or its sigmoid.
 
-    `path`: folder with the model and its tokenizer. Conversations are cut at the start to `max_length` tokens.
+    `path`: folder with the model and its tokenizer. Conversations are cut at the start to `max_length` tokens. Special
+    tokens that a message spells out become blanks: with them it could end itself and go on as another.
     `device`: torch device. Use one worker: parallel calls would only share the same cores.
     """
 
@@ -186,7 +189,23 @@ class RewardModelStage:
         return self._model(torch.tensor([token_ids], device=self._device)).logits[0]
 
     def _text(self, trajectory: Trajectory) -> str:
-        messages = [dict(message) for message in trajectory.messages]
+        messages = [self._without_special_tokens(message) for message in trajectory.messages]
         if self._tokenizer.chat_template:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
         return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+    def _without_special_tokens(self, value: Any) -> Any:
+        match value:
+            case str():
+                return self._special.sub(" ", value)
+            case list():
+                return [self._without_special_tokens(each) for each in value]
+            case dict():
+                return {key: self._without_special_tokens(each) for key, each in value.items()}
+        return value
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        added = (str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special)
+        tokens = sorted({*self._tokenizer.all_special_tokens, *added}, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")

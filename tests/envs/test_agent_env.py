@@ -370,6 +370,26 @@ def test_no_link_of_an_agent_shows_a_check_what_it_compares_with(name: str, prov
     assert asyncio.run(play()) == (0.0, 1.0), "links between the agent's own files stay"
 
 
+@pytest.mark.docker
+@pytest.mark.parametrize(("folder", "mode"), [("/data", "755"), ("/tmp/inner", "755"), ("/data", "111")])
+def test_no_link_in_a_volume_of_the_image_shows_a_check_what_it_compares_with(folder: str, mode: str) -> None:
+    volumes = "USER root\nRUN mkdir -p /data /tmp/inner && chmod 777 /data /tmp/inner\nVOLUME /data /tmp/inner\n"
+    spec = SandboxSpec(dockerfile=f"FROM roll-flash-sandbox:latest\n{volumes}")
+    verifier = CommandVerifier(f"cmp -s {folder}/answer wanted", {"wanted": "secret"}, 10.0)
+
+    async def play() -> tuple[float, float]:
+        async with open_sandbox(spec, provider="docker") as sandbox:
+            assert (await sandbox.exec(f"ln -s $PWD/wanted {folder}/answer && chmod {mode} {folder}")).ok
+            forged, _ = await verifier(sandbox, {})
+            assert (
+                await sandbox.exec(f"chmod 755 {folder}; rm -f {folder}/answer; echo -n secret > {folder}/answer")
+            ).ok
+            honest, _ = await verifier(sandbox, {})
+            return forged, honest
+
+    assert asyncio.run(play()) == (0.0, 1.0)
+
+
 @pytest.mark.parametrize(
     "plant",
     [

@@ -909,6 +909,26 @@ def test_a_program_whose_right_output_is_long_passes() -> None:
     assert asyncio.run(episode()) == 1.0
 
 
+@pytest.mark.parametrize(
+    "harm", ["os.remove('program.py'); os.mkdir('program.py'); open('program.py/x', 'w')", "os.chmod('.', 0)"]
+)
+def test_a_program_that_blocks_its_place_for_the_next_reward_earns_nothing_from_it(harm: str) -> None:
+    """In the `local` sandbox. No sample would be better for a policy than the 0 it deserves."""
+    rewards = [{"function": "python_tests", "name": name} for name in ("first", "second")]
+    env: Any = make_env("Dataset-v0", answer=[{"input": "1", "output": "1"}], rewards=rewards).unwrapped
+
+    async def episode() -> dict[str, float]:
+        async with open_sandbox(SandboxSpec(), provider="local") as sandbox:
+            env.sandbox = sandbox
+            await env.reset(seed=0)
+            _, _, _, _, info = await env.step(f"```python\nimport os\n{harm}\nprint(1)\n```")
+            return dict(info["rewards"])
+
+    earned = asyncio.run(episode())
+    assert earned["first"] == 1.0
+    assert earned["second"] in (0.0, 1.0)  # what is only in the way is removed
+
+
 def test_a_program_that_never_ends_earns_what_the_other_tests_of_its_time_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the `local` sandbox: an endless loop in each of many tests is the model's own failure, no failed episode."""
     monkeypatch.setattr(dataset_env, "ALL_TESTS_S", 6.0)

@@ -26,6 +26,7 @@ from roll_flash.config.tree import RolloutConfig
 from roll_flash.envs.adapters.reasoning_gym import ReasoningGym
 from roll_flash.envs.rewards import evaluated_answers, scoring_process
 from roll_flash.envs.rewards.evaluated_answers import UnsafeAnswerError, check_answer
+from roll_flash.envs.rewards.functions import REWARD_TIMEOUT_S
 from roll_flash.envs.rewards.scoring_process import (
     LINGER_S,
     ScoringEndedError,
@@ -236,6 +237,28 @@ def test_a_process_that_ends_just_now_costs_no_answer(user: Any, monkeypatch: py
     threading.Timer(0.3, os.kill, (process.pid, signal.SIGKILL)).start()
     assert score_in_subprocess(lambda: 2) == 2
     process.wait(5)
+
+
+def test_an_answer_for_which_a_busy_machine_has_no_time_is_worth_nothing_if_it_used_the_processor(
+    user: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many such answers at once hold up each other; no sample would be better for a policy than the 0 it deserves."""
+    monkeypatch.setattr(scoring_process, "WAIT_S", 2.0)
+    monkeypatch.setattr(scoring_process, "OWN_S", 0.02)
+
+    def spins() -> None:
+        while True:
+            pass
+
+    with pytest.raises(ScoringEndedError, match=r"not done after 2 s, .* on a processor"):
+        score_in_subprocess(spins, seconds=300)
+    with pytest.raises(EnvError, match="not done after 2 s: is the machine too busy"):
+        score_in_subprocess(lambda: __import__("time").sleep(300), seconds=300)
+    assert score_in_subprocess(lambda: 2) == 2
+
+
+def test_the_wait_for_a_scorer_ends_before_the_time_out_of_its_reward() -> None:
+    assert min(REWARD_TIMEOUT_S, RolloutConfig().step_timeout_s) > scoring_process.WAIT_S
 
 
 ASKS_AND_IS_KILLED = """

@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 from aiohttp import web
 
+from roll_flash.envs.adapters.openenv import connection
 from roll_flash.envs.adapters.openenv.client import OpenEnv
 from roll_flash.envs.check.checks import check_environment
 from roll_flash.errors import ConfigError, EnvError
@@ -256,6 +257,48 @@ def test_an_action_that_never_ends_ends_the_episode_and_is_a_sample(limit: str) 
                     assert info == {"success": False, "wrong_actions": 1}
                 await env.close()
         finally:
+            await runner.cleanup()
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_an_action_made_too_large_ends_the_episode_and_is_a_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of an environment that runs programs: a policy that prints without end would avoid each 0."""
+    monkeypatch.setattr(connection, "MAX_MESSAGE_BYTES", 1 << 16)
+
+    async def schema(request: web.Request) -> web.Response:
+        return web.json_response({"action": {"properties": {"code": {"type": "string"}}, "required": ["code"]}})
+
+    async def session(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for message in socket:
+            text = "x" * (1 << 17) if "print" in message.data or "large" in message.data else "ready"
+            told = {"observation": {"text": text}, "reward": 0.0, "done": False}
+            await socket.send_json({"type": "observation", "data": told})
+        return socket
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_get("/schema", schema)
+        app.router.add_get("/ws", session)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        env, too_large_at_once = OpenEnv(url), OpenEnv(url, reset_kwargs={"task": "large"})
+        try:
+            await env.reset(seed=1)
+            news, earned, terminated, _, info = await env.step("print('x' * 10**9)")
+            assert "its result is larger than" in str(news)
+            assert (earned, terminated, info) == (0.0, True, {"success": False, "wrong_actions": 1})
+            with pytest.raises(EnvError, match="ended the session during reset"):
+                await too_large_at_once.reset(seed=1)
+        finally:
+            await env.close()
+            await too_large_at_once.close()
             await runner.cleanup()
 
     asyncio.run(run())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -236,6 +237,23 @@ def test_an_endpoint_is_told_the_tools_and_its_calls_reach_the_environment() -> 
     ]
     assert requests[1]["messages"][-3]["tool_calls"] == [CALL, {**CALL, "id": "xyz"}]
     assert messages[2]["content"] == texts[0]
+
+
+@pytest.mark.parametrize("arguments", ['{"fruit": ', "fig", '["fig"]', '{"fruit": ' + "[" * 70 + "]" * 70 + "}"])
+def test_an_endpoint_gets_arguments_that_are_no_object_as_one(arguments: str) -> None:
+    """vLLM and others refuse a conversation with such a call, although their model wrote it: no sample instead of 0."""
+
+    def endpoint(request: dict[str, Any], number: int) -> tuple[int, dict[str, Any]]:
+        written = {"name": "price", "arguments": arguments}
+        return 200, completion(None, {**CALL, "function": written}) if number == 1 else completion("It costs 7.")
+
+    texts, messages, requests = evaluate_at(endpoint)
+    (call,) = requests[1]["messages"][-2]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"arguments": arguments}
+    assert call["id"] == "abc"
+    assert str(requests[1]["messages"][-1]["content"]).startswith("Error: ")
+    assert messages[2]["content"] == texts[0]
+    assert json.dumps(arguments) in texts[0]
 
 
 def test_an_endpoint_that_refuses_tools_gets_them_as_text(caplog: pytest.LogCaptureFixture) -> None:

@@ -168,6 +168,26 @@ def test_an_answer_of_a_million_values_is_not_quoted_as_a_whole() -> None:
     assert time.process_time() - began_s < 0.1
 
 
+def nested(depth: int) -> Any:
+    value: Any = "deep"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": nested(100_000)},
+        {"content": "", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": nested(100_000)}}]},
+        {"content": "", "tool_calls": [{"id": nested(100_000), "function": {"name": "f"}}]},
+    ],
+)
+def test_nesting_without_end_in_an_answer_is_one_clear_error(message: Any) -> None:
+    with pytest.raises(InferenceError, match="http://here: not a chat completion"):
+        _reply({"choices": [{"message": message}]}, "http://here", 0.0)
+
+
 def test_a_conversation_goes_to_no_other_address_than_the_one_that_was_given() -> None:
     script = Script((307, "", {"Location": "/v1/elsewhere"}), (200, COMPLETION, {}))
     with pytest.raises(InferenceError, match=r"HTTP 307: redirects to '/v1/elsewhere.*'; if you trust it"):

@@ -9,6 +9,7 @@ import re
 import socket
 import time
 import tracemalloc
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -16,11 +17,13 @@ import pytest
 from aiohttp import http_parser
 from conftest import MODEL, Serve, Served, until
 
+from roll_flash.chat.openai_client import OpenAIChatClient
 from roll_flash.errors import InferenceError
 from roll_flash.gateway.apis.answer_text import split_tool_calls
-from roll_flash.gateway.model_call import next_key, parsed_arguments
+from roll_flash.gateway.endpoint_backend import EndpointBackend
+from roll_flash.gateway.model_call import ModelCall, next_key, parsed_arguments
 from roll_flash.gateway.server import MAX_BODY_BYTES
-from roll_flash.gateway.sessions.session import SessionSettings
+from roll_flash.gateway.sessions.session import MAX_GENERATIONS, Session, SessionSettings
 from roll_flash.gateway.token_backend import TokenBackend
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
@@ -254,6 +257,31 @@ def test_two_requests_at_once_are_both_recorded_as_branches(serve: Serve) -> Non
     serve(work, ["one", "two"])
 
 
+def test_of_very_many_answers_at_once_a_few_are_made_at_a_time(serve: Serve) -> None:
+    """Together they would exceed the deadline of a call on a small server: no sample instead of a 0."""
+
+    async def work(served: Served) -> None:
+        running = most = 0
+        generate = served.client.generate
+
+        async def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            try:
+                return await generate(*args, **kwargs)
+            finally:
+                running -= 1
+
+        served.client.delay_s = 0.05
+        served.client.generate = counted  # type: ignore[method-assign]
+        answers = await asyncio.gather(*(served.chat(HELLO, n=2) for _ in range(10)))
+        assert {answer.status_code for answer in answers} == {200}
+        assert most == MAX_GENERATIONS
+
+    serve(work, ["one"] * 20)
+
+
 def test_after_its_end_a_session_is_gone_and_what_was_in_flight_is_cancelled(serve: Serve) -> None:
     async def work(served: Served) -> None:
         served.client.delay_s = 30.0
@@ -419,6 +447,41 @@ def test_nesting_that_can_just_be_read_is_an_answer_like_any_other() -> None:
             message = {"role": "assistant", "content": content, "tool_calls": [call.as_dict()]}
             json.dumps([[[[parsed_arguments(call.arguments)]]]])
             assert next_key(b"", message)
+
+
+class OddEndpoint(OpenAIChatClient):
+    """A stand-in for an endpoint: it answers every request with the same choice."""
+
+    def __init__(self, choice: dict[str, Any]) -> None:
+        super().__init__("http://here/v1", "theirs")
+        self._choice = choice
+
+    async def complete(self, body: Mapping[str, Any], *, timeout_s: float) -> Any:
+        return {"choices": [self._choice]}
+
+
+def nested(depth: int) -> Any:
+    value: Any = "deep"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"message": {"content": nested(100_000)}},
+        {"message": {"tool_calls": [{"function": {"name": "f", "arguments": nested(100_000)}}]}},
+        {"message": {"content": "a"}, "logprobs": {"content": [{"token": "a", "logprob": -(10**400)}]}},
+    ],
+)
+def test_an_answer_of_an_endpoint_that_cannot_be_read_is_the_endpoints_fault(choice: dict[str, Any]) -> None:
+    async def ask() -> None:
+        session = Session("s", SessionSettings(), 10)
+        await EndpointBackend(OddEndpoint(choice)).complete(ModelCall(tuple(HELLO)), session, 0)
+
+    with pytest.raises(InferenceError, match="not a chat completion"):
+        asyncio.run(ask())
 
 
 @pytest.mark.parametrize("style", ["chatml", "llama3", "qwen3", "items"])

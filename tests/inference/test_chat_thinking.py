@@ -21,7 +21,7 @@ from roll_flash.chat.templates import chat_template_of
 from roll_flash.chat.tokenizer import load_tokenizer
 from roll_flash.config.tree import load_config
 from roll_flash.engines.inference import Generation
-from roll_flash.errors import ConfigError
+from roll_flash.errors import ConfigError, ModelError
 from roll_flash.gateway.model_call import ModelCall
 from roll_flash.gateway.sessions.session import Session, SessionSettings
 from roll_flash.gateway.token_backend import TokenBackend
@@ -204,6 +204,30 @@ def test_an_unfinished_thought_that_the_header_opened_is_no_answer(tmp_path: Pat
     text = chat_template_of(tokenizer).text_of_turn(tokenizer.encode("the number 4", add_special_tokens=False))
     assert text == "<think>\nthe number 4"
     assert split_thinking(text) == ("the number 4", "")
+
+
+def test_with_strip_a_turn_that_the_template_refuses_stays_as_it_was(tmp_path: Path) -> None:
+    """As that of gpt-oss refuses text that spells out a channel: a policy that writes it would avoid each 0."""
+    tokenizer = thinking_tokenizer(tmp_path, "qwen3")
+    refusal = (
+        "{% for m in messages %}{% if 'channel' in m['content'] %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    )
+    tokenizer.chat_template = refusal + QWEN3
+    conversation = RenderedConversation(tokenizer, [{"role": "user", "content": "2+2?"}])
+    written = np.array(tokenizer.encode("<think>a</think>channel<|im_end|>", add_special_tokens=False), np.int32)
+    numbers = np.zeros(len(written), np.float32)
+    conversation.add_generation(Generation(written, numbers, numbers.astype(np.int32), "stop", "server", 0.0))
+    before = list(conversation.token_ids)
+    conversation.add_observation([{"role": "user", "content": "and?"}])
+    assert conversation.token_ids[: len(before)] == before
+    assert (
+        tokenizer.decode(conversation.token_ids[len(before) :])
+        == "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    conversation.add_generation(Generation(written, numbers, numbers.astype(np.int32), "stop", "server", 0.0))
+    assert len(conversation.samples()) == 1
+    with pytest.raises(ModelError, match="refuses the roles"):
+        conversation.add_observation([{"role": "user", "content": "channel"}])
 
 
 def test_an_agents_conversation_is_stripped_too(served: Served, tmp_path: Path) -> None:

@@ -112,6 +112,28 @@ def test_experts_of_another_shape_than_before_are_a_bad_answer() -> None:
         turn.take(Piece([2], [-1.0], [(0, 0, 1)], "length", np.zeros((1, 1, 3), np.int16)))
 
 
+@pytest.mark.parametrize(
+    ("experts", "says"),
+    [
+        ([[[0, 4]]], "routed expert 4 of a model with 4 experts"),
+        ([[[0, 1, 2]]], r"of shape \(1, 3\) for a token, not \(1, 2\)"),
+        ([[[0, 1], [2, 3]]], r"of shape \(2, 2\) for a token, not \(1, 2\)"),
+    ],
+)
+def test_experts_that_the_model_does_not_have_are_a_bad_answer(experts: Any, says: str) -> None:
+    """In the learner they would be an index out of range, which ends a rank."""
+    found = np.array(experts, np.int16)
+    for sizes in ((1, 2, 4), (None, None, None)):
+        turn = PartialTurn(PROMPT, SamplingParams(), 2, "r", None, known_experts=0, expert_sizes=sizes)
+        turn.request()
+        piece = Piece([1], [-1.0], [(0, 0, 1)], "abort", found)
+        if sizes[0] is None:
+            turn.take(piece)
+        else:
+            with pytest.raises(BadAnswerError, match=says):
+                turn.take(piece)
+
+
 def test_an_answer_without_experts_is_a_bad_one_where_they_were_promised() -> None:
     turn = PartialTurn(PROMPT, SamplingParams(), 2, "r", None, known_experts=0)
     turn.request()
@@ -159,6 +181,7 @@ def test_the_learner_gets_the_logprobs_of_the_server_by_using_its_experts(
     from roll_flash.stream.blocks import TokenArrays, TokenBlock
 
     served, loop = engine
+    assert served.client_spec().expert_sizes == (2, 2, 4)
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     async def play() -> Any:

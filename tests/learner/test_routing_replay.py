@@ -17,7 +17,9 @@ from benchmarks.model_check.check import one_thread
 from benchmarks.model_check.comparison import branching_texts
 from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
 from roll_flash.learner.packing.rows import TrainSequence, pack
+from roll_flash.models.folder import read_object
 from roll_flash.models.routing import Routing, expert_blocks, why_not_replayed
+from roll_flash.models.shape import expert_sizes
 
 REPLAYED = ("qwen3_moe", "deepseek_v2", "deepseek_v3", "granitemoe", "ernie4_5_moe", "gpt_oss", "minimax_m2", "jamba")
 """Architectures whose experts choose in different ways: softmax before or after, sigmoid, biases, groups."""
@@ -69,6 +71,10 @@ def test_replay_of_its_own_choice_changes_no_bit(name: str, tmp_path: Path) -> N
     policy.eval()
     with_experts = recorded(policy, data)
     policy.train()
+    layers, per_token, count = expert_sizes(read_object(tmp_path / "config.json"))
+    assert with_experts[0].routed_experts is not None
+    assert with_experts[0].routed_experts.shape[1:] == (layers, per_token)
+    assert count == 1 + max(int(each.routed_experts.max()) for each in with_experts if each.routed_experts is not None)
     found, gradients = passes(policy, with_experts)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert gradients.keys() == expected_gradients.keys()

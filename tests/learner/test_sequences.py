@@ -135,6 +135,31 @@ def test_diagnostics_stay_finite_whatever_a_sampler_said() -> None:
     assert all(np.isfinite(value) for value in ages.values())
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
+def test_diagnostics_leave_out_and_count_what_is_no_number(value: float) -> None:
+    """Of two minus infinities the difference is NaN, and so was every mean."""
+    prox, behavior = np.array([-1.0, value, -2.0], np.float32), np.array([-1.5, value, -2.0], np.float32)
+    entropies = np.array([0.5, value, 1.0], np.float32)
+    metrics = off_policy_metrics(prox, behavior, entropies)
+    assert metrics.pop("not_finite_tokens") == 1
+    assert metrics == off_policy_metrics(prox[::2], behavior[::2], entropies[::2])
+    for one_is_bad in ((prox, behavior[[0, 2, 2]]), (prox[[0, 2, 2]], behavior)):
+        assert off_policy_metrics(*one_is_bad, entropies[[0, 2, 2]])["not_finite_tokens"] == 1
+    with np.errstate(invalid="ignore"):
+        log_rho = prox - behavior
+    ages, updates = np.array([0, 0, 1], np.int32), np.zeros(3, np.bool_)
+    found = by_staleness(log_rho, ages, updates, {"clip_fraction": np.array([1, 1, 0], np.float32)})
+    assert found == by_staleness(log_rho[::2], ages[::2], updates[::2], {"clip_fraction": np.array([1, 0], np.float32)})
+
+
+def test_without_any_number_the_effective_sample_size_is_unknown_and_not_that_of_on_policy_tokens() -> None:
+    bad = np.full(4, np.nan, np.float32)
+    metrics = off_policy_metrics(bad, bad, bad)
+    assert metrics.keys() == {"not_finite_tokens", "effective_sample_size"}
+    assert (metrics["not_finite_tokens"], np.isnan(metrics["effective_sample_size"])) == (4, True)
+    assert by_staleness(bad, np.zeros(4, np.int32), np.zeros(4, np.bool_), {"clip_fraction": bad}) == {}
+
+
 def test_a_token_after_an_update_within_its_turn_says_nothing_of_the_implementations() -> None:
     log_rho, ages = np.array([0.0, 0.5, 0.2], np.float32), np.array([0, 0, 1], np.int32)
     metrics = by_staleness(log_rho, ages, np.array([False, True, False]), {})

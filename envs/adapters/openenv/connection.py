@@ -32,7 +32,8 @@ class WrongAction(Exception):
 
 
 class SessionEnded(WrongAction):
-    """The server ended its session because of the action, or did not finish the action in time."""
+    """The server ended its session because of the action, did not finish the action in time, or its answer is too
+    large."""
 
 
 class OpenEnvConnection:
@@ -82,7 +83,7 @@ class OpenEnvConnection:
 
     async def step(self, action: Mapping[str, Any], max_s: float = math.inf) -> Mapping[str, Any]:
         """Return `observation`, `reward` and `done`. Raises WrongAction; raises SessionEnded also if the action takes
-        longer than `max_s` or `timeout_s` while the server still answers other requests."""
+        longer than `max_s` or `timeout_s` while the server still answers other requests, or its answer is too large."""
         return await self._ask("step", action, max_s)
 
     async def close(self) -> None:
@@ -106,6 +107,8 @@ class OpenEnvConnection:
             raise self._unreachable_error(error) from None
         except (aiohttp.ClientError, OSError) as error:
             raise self._unreachable_error(error) from None
+        if kind == "step" and _is_too_big(message):
+            raise SessionEnded(f"its result is larger than {MAX_MESSAGE_BYTES >> 20} MiB")
         if message.type is not aiohttp.WSMsgType.TEXT:
             raise EnvError(f"{NAME}: {self._ws} ended the session during {kind}")
         return self._read(kind, message.data)
@@ -155,6 +158,12 @@ class OpenEnvConnection:
 
 class _ServerFullError(Exception):
     pass
+
+
+def _is_too_big(message: aiohttp.WSMessage) -> bool:
+    """Return True if the answer was larger than MAX_MESSAGE_BYTES: only an action makes it so, such as a program that
+    prints without end."""
+    return isinstance(message.data, aiohttp.WebSocketError) and message.data.code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
 
 
 def _as_json(request: Mapping[str, Any]) -> str:

@@ -22,6 +22,9 @@ from roll_flash.types import FailureCause, SamplingParams
 
 T = TypeVar("T")
 
+MAX_GENERATIONS = 8
+"""Maximum answers of a session that servers make at the same time. With more, an agent could slow down all others, and
+its own calls so far that they exceed their deadline, which is no sample."""
 DEFAULT_MAX_TOKENS = 4096
 """Default token limit of an answer if neither agent nor session sets one."""
 
@@ -60,6 +63,8 @@ class Session:
         self.work = SessionWork(threads or WorkThreads(), timeout_s)
         self.reading = asyncio.Lock()
         """Held while a large body is read, so that an agent cannot fill the memory."""
+        self.generating = asyncio.Semaphore(MAX_GENERATIONS)
+        """Held by each answer that a server makes. The wait for it does not count towards the deadline of a call."""
         self.history = History()
         self.responses: dict[str, CallRecord] = {}
         """Answers by the response id that the agent was given, for `previous_response_id`."""

@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from roll_flash.engines.inference import Generation
+from roll_flash.engines.inference import ExpertSizes, Generation
 from roll_flash.inference.client.http_connections import BadAnswerError
 from roll_flash.inference.client.token_protocol import Piece, encode_request
 from roll_flash.types import FinishReason, SamplingParams
@@ -39,6 +39,7 @@ class PartialTurn:
         decode: Decode | None = None,
         known_experts: int | None = None,
         vocabulary: int | None = None,
+        expert_sizes: ExpertSizes = (None, None, None),
     ) -> None:
         """`known_experts`: number of tokens of the prompt whose experts are known; None if servers return none.
         `vocabulary`: number of tokens that the model has; None if unknown."""
@@ -49,6 +50,7 @@ class PartialTurn:
         self._stream_every = stream_every if stream_every is not None and stream_every < new_tokens else None
         self._decode = decode
         self._vocabulary = vocabulary
+        self._expert_sizes = expert_sizes
         self._request_starts: list[int] = []
         """Start positions, in new tokens, of the requests after the first."""
         self._started_s = time.monotonic()
@@ -109,7 +111,7 @@ class PartialTurn:
 
     def take(self, piece: Piece) -> None:
         """Add a piece of the answer. Raises BadAnswerError for too many tokens, tokens that the model does not have,
-        versions that do not cover them, and experts of another shape than before."""
+        versions that do not cover them, and experts that the model does not have or of another shape than before."""
         if self._reported_finish is not None:
             raise BadAnswerError("tokens after the end of the turn")
         if len(self._token_ids) + len(piece.token_ids) > self._new_tokens:
@@ -121,9 +123,7 @@ class PartialTurn:
         if piece.versions is not None:
             self._set_versions(piece.versions)
         if piece.routed_experts is not None:
-            shape, known = piece.routed_experts.shape[1:], [part.shape[1:] for part in self._experts[:1]]
-            if known and shape != known[0]:
-                raise BadAnswerError(f"routed experts of shape {shape} for a token, before {known[0]}")
+            self._check_experts(piece.routed_experts)
             self._new_experts = piece.routed_experts
         self._reported_finish = piece.finish_reason
 
@@ -188,6 +188,16 @@ class PartialTurn:
         if len(versions) != made:
             raise BadAnswerError(f"weight versions {spans} for {made} tokens")
         self._versions[self._kept :] = versions
+
+    def _check_experts(self, experts: NDArray[np.int16]) -> None:
+        shape, known = experts.shape[1:], [part.shape[1:] for part in self._experts[:1]]
+        if known and shape != known[0]:
+            raise BadAnswerError(f"routed experts of shape {shape} for a token, before {known[0]}")
+        layers, per_token, count = self._expert_sizes
+        if layers not in (None, shape[0]) or per_token not in (None, shape[1]):
+            raise BadAnswerError(f"routed experts of shape {shape} for a token, not ({layers}, {per_token})")
+        if count is not None and experts.size and (largest := int(experts.max())) >= count:
+            raise BadAnswerError(f"routed expert {largest} of a model with {count} experts")
 
     def _require_experts(self) -> None:
         """Raises BadAnswerError if the answer lacks the experts of a token that was computed."""

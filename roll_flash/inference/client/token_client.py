@@ -105,6 +105,7 @@ class TokenClient:
             self._decode,
             known,
             self._spec.vocabulary,
+            self._spec.expert_sizes,
         )
         try:
             async with asyncio.timeout(timeout_s):

@@ -32,6 +32,7 @@ from roll_flash.inference.servers.process import ServerProcess
 from roll_flash.inference.servers.remote import RemoteServer
 from roll_flash.inference.servers.update import update_server
 from roll_flash.models.folder import read_object
+from roll_flash.models.shape import expert_sizes
 from roll_flash.processes.background import cancel_and_wait, gather_or_cancel, start_background
 from roll_flash.processes.deadlines import LearnedDeadline, RecentCount
 from roll_flash.processes.keys import new_key
@@ -121,7 +122,8 @@ class ServerEngine:
         """Return the spec for one client; for more see `ClientSpec.clients`. Capacities are known after `start`;
         endpoints change when a server starts on another node."""
         ratio = self._config.admission_ratio
-        vocabulary = read_object(self._model_folder / "config.json").get("vocab_size")
+        model = read_object(self._model_folder / "config.json")
+        vocabulary = model.get("vocab_size")
         capacity = tuple(ratio * (server.kv_cache_tokens or float("inf")) for server in self._servers)
         return ClientSpec(
             self._launcher.name,
@@ -134,6 +136,7 @@ class ServerEngine:
             key=self._key,
             returns_experts=self._launcher.returns_experts,
             vocabulary=vocabulary if isinstance(vocabulary, int) else None,
+            expert_sizes=expert_sizes(model),
         )
 
     async def publish(self, weights: StagedWeights, *, in_flight: InFlight = "keep") -> list[ServerUpdate]:

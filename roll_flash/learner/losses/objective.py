@@ -5,6 +5,7 @@ All sums are over the row's policy tokens and not normalised: a step divides onc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -210,10 +211,15 @@ def off_policy_metrics(
 
     `behavior_entropy` = mean(-log mu) estimates the entropy of the sampler, `entropy` is that of the learner.
     `kl_k1` = mean(log mu - log pi), `kl_k3` = mean(rho - 1 - log rho), both estimates of KL(mu || pi)
-    (J. Schulman, "Approximating KL divergence", 2020). `effective_sample_size` = (sum rho)^2 / (n sum rho^2), Kish.
+    (J. Schulman, "Approximating KL divergence", 2020). `effective_sample_size` = (sum rho)^2 / (n sum rho^2), Kish; NaN
+    if it is unknown. Tokens with a value that is not finite are left out and counted as `not_finite_tokens`.
     """
     if prox_logprobs.size == 0:
         return {}
+    known = np.isfinite(prox_logprobs) & np.isfinite(behavior_logprobs) & np.isfinite(entropies)
+    if not known.all():
+        left_out = {"not_finite_tokens": float((~known).sum()), "effective_sample_size": math.nan}
+        return left_out | off_policy_metrics(prox_logprobs[known], behavior_logprobs[known], entropies[known])
     difference = prox_logprobs.astype(np.float64) - behavior_logprobs.astype(np.float64)
     log_rho = bounded_log_ratio(difference)
     rho = np.exp(log_rho)
@@ -245,7 +251,11 @@ def by_staleness(
 
     Fresh tokens have age 0, in a turn that began with the weights that now train on them: their divergence comes from
     the two implementations, not from policy lag (`mismatch_*`). `lag_kl_k3` is the additional divergence of the others.
+    Tokens whose `log_rho` is not finite are left out.
     """
+    known = np.isfinite(log_rho)
+    log_rho, ages, after_updates = log_rho[known], ages[known], after_updates[known]
+    indicators = {name: values[known] for name, values in indicators.items()}
     metrics: dict[str, float] = {}
     bounded = bounded_log_ratio(log_rho)
     k3 = np.expm1(bounded) - bounded

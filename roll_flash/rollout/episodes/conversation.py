@@ -7,13 +7,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from roll_flash.chat.model_text import MAX_DEPTH, is_deeper
 from roll_flash.chat.rendered_conversation import Thinking, open_conversation
 from roll_flash.chat.templates import Arrays, Tools, chat_template_of
 from roll_flash.engines.inference import InferenceClient
@@ -227,7 +229,8 @@ class ChatPolicy:
         from roll_flash.chat.openai_client import EndpointRefusedError
 
         try:
-            return await self._client.chat(self._messages, self._sampling, timeout_s=timeout_s, tools=self._declared)
+            messages = list(map(_sendable, self._messages))
+            return await self._client.chat(messages, self._sampling, timeout_s=timeout_s, tools=self._declared)
         except EndpointRefusedError as error:
             begun = len(self._messages) > len(self._opening)
             if not self._declared or begun or error.is_too_long or error.status not in MAY_MEAN_TOOLS:
@@ -258,3 +261,22 @@ class ChatPolicy:
     def samples(self) -> list[Branch]:
         versions = np.empty(0, np.int32)
         return [Branch(np.empty(0, np.int32), np.empty(0, np.bool_), np.empty(0, np.float32), versions, (), (), 0)]
+
+
+def _sendable(message: Message) -> Message:
+    """Return the message with an object as the arguments of each call, whatever the model wrote: many servers refuse a
+    conversation with other arguments, which would be no sample."""
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": list(map(_with_object, message["tool_calls"]))}
+
+
+def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call["function"]
+    try:
+        value = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict) and not is_deeper(value, MAX_DEPTH):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps({"arguments": function["arguments"]})}}
