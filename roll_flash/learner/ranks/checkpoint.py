@@ -76,6 +76,9 @@ class Manifest(msgspec.Struct):
     format: int
     model: str = ""
     version: Count = 0
+    entropy_weight: float | None = None
+    entropy_applies: bool = True
+    """State of `EntropyControl`; none in checkpoints of older versions."""
     files: dict[str, Count] = {}
 
 
