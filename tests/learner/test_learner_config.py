@@ -67,6 +67,8 @@ def test_every_loss_has_a_name_in_the_config() -> None:
         ("learner.overlong.max_tokens=64 learner.overlong.buffer_tokens=65", "buffer_tokens is above max_tokens"),
         ("learner.kl.in_reward=true", "in_reward has no effect with coefficient=0"),
         ("learner.kl.in_reward=true learner.kl.coefficient=1 learner.kl.estimator=k3", "estimator=k3 is not read"),
+        ("learner.proximal_decay=0.9 learner.loss.name=gspo", "proximal_decay is not read by gspo"),
+        ("learner.proximal_decay=0.9 learner.loss.second_moment=1", "a moment is that of the start of the step"),
         ("learner.adaptive_entropy.step=1", "step and highest are not read without target"),
         (
             "learner.entropy_bonus=2 learner.adaptive_entropy.target=1",

@@ -142,6 +142,11 @@ class LossConfig(Section):
         """Limit of the second moment of a step's log-ratios; None if there is none."""
         return M2PO_LIMIT if self.second_moment is None and self.name == "m2po" else self.second_moment
 
+    @property
+    def reads_proximal(self) -> bool:
+        """True if the loss depends on the proximal policy."""
+        return is_own(self.name) or "correction" in LOSS_PARAMETERS[self.name]
+
     def parameters(self) -> dict[str, Any]:
         """Keyword arguments of the loss function: the options that it reads, without those left at None."""
         keys = LOSS_PARAMETERS.get(self.name, frozenset()) | (_REJECTION if self._rejects else frozenset())
@@ -343,6 +348,10 @@ class LearnerConfig(Section):
     minibatches: PositiveInt = 1
     """Optimizer steps per batch. With more than one, the log-probabilities at the start of the step are computed first,
     and training begins when the last group arrives."""
+    proximal_decay: BelowOne | None = None
+    """Decay per optimizer step of the average of weights that is the proximal policy (PPO-EWMA). The average is a
+    second copy of the trained weights, and each step has a forward pass with it more. None: the proximal policy is that
+    of the start of the step."""
     lora: LoraConfig = LoraConfig()
     """Train low-rank adapters and freeze the model's own weights."""
     gradient_checkpointing: bool = False
@@ -404,12 +413,17 @@ class LearnerConfig(Section):
             raise ValueError("loss_length and loss_normalization=constant belong together: set both or none")
         if self.entropy_bonus > self.adaptive_entropy.highest and self.adaptive_entropy.target is not None:
             raise ValueError("entropy_bonus is above adaptive_entropy.highest; lower it")
+        if self.proximal_decay is not None and not self.loss.reads_proximal:
+            raise ValueError(f"proximal_decay is not read by {self.loss.name}; use decoupled_ppo or reinforce")
+        if self.proximal_decay is not None and self.loss.second_moment_limit is not None:
+            raise ValueError("proximal_decay and loss.second_moment: a moment is that of the start of the step")
         return self
 
     @property
     def keeps_groups(self) -> bool:
         """True if groups wait, with their log-probabilities at the start of the step, until its last one arrives."""
-        return self.minibatches > 1 or self.loss.second_moment_limit is not None
+        needs_proximal = self.loss.second_moment_limit is not None or self.proximal_decay is not None
+        return self.minibatches > 1 or needs_proximal
 
     @property
     def shapes_rewards(self) -> bool:

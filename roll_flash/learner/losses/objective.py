@@ -36,7 +36,7 @@ class RowRecord:
     """Weighted sum over the policy tokens."""
     means: dict[str, float]
     logprobs: Floats
-    """Log-probabilities under the proximal policy."""
+    """Log-probabilities under the policy of the start of the step; with `proximal_decay`, of the minibatch."""
     entropies: Floats
     behavior_logprobs: Floats
     versions: NDArray[np.int32]
@@ -61,6 +61,7 @@ class Objective:
         )
         self._kl = config.kl
         self.entropy_bonus = config.entropy_bonus
+        self._averages = config.proximal_decay is not None
         self._policy = policy
         self._reference = reference
         self._router_aux_loss = config.router_aux_loss
@@ -102,7 +103,7 @@ class Objective:
         return RowRecord(
             loss=loss.item(),
             means=means,
-            logprobs=prox.cpu().numpy(),
+            logprobs=(logprobs.detach() if self._averages else prox).cpu().numpy(),
             entropies=entropies.detach().cpu().numpy(),
             behavior_logprobs=row.behavior_logprobs,
             versions=row.versions,

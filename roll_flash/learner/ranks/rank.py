@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -57,6 +58,7 @@ from roll_flash.learner.ranks.row_memory import (
     explained_states,
     longest_row,
 )
+from roll_flash.learner.ranks.weight_average import WeightAverage, local_part
 from roll_flash.learner.weights.channel import TRANSFER, TRANSFER_THREADS
 from roll_flash.learner.weights.device import DeviceWeightStage
 from roll_flash.learner.weights.staged import WeightStage, check_can_be_staged, whole_tensors
@@ -192,6 +194,7 @@ class LearnerRank:
         self._sync = GradientSync(policy, once_a_step=self._config.gradient_sync == "step", ranks=ranks)
         with explained_states():
             self._optimizer = open_optimizer(self._policy, self._config)
+            self._average = self._open_average()
         self._stage = self._open_stage()
         if self._rank == 0:
             self._stage.reserve()
@@ -229,7 +232,8 @@ class LearnerRank:
         found = self._fetch(planned)
         sequences = [each for of_one in found for each in of_one]
         owners = [each.group_id for each, of_one in zip(planned, found, strict=True) for _ in of_one]
-        rows, logprobs = self._logprobs(sequences, self._objective.logprobs)
+        with nullcontext() if self._average is None else self._average.in_place():
+            rows, logprobs = self._logprobs(sequences, self._objective.logprobs)
         for group_id, sequence in zip(owners, with_prox_logprobs(sequences, rows, logprobs), strict=True):
             self._kept.setdefault(group_id, []).append(sequence)
 
@@ -315,7 +319,7 @@ class LearnerRank:
         for parameter in self._trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = [_local(p.grad) for p in self._trained if p.grad is not None]
+        gradients = [local_part(p.grad) for p in self._trained if p.grad is not None]
         # FSDP averages gradients over the ranks, but the loss is a sum over them.
         scale = dist.get_world_size() / normalizer
         norm = self._total_norm() * scale
@@ -325,6 +329,8 @@ class LearnerRank:
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
             self._optimizer.step()
+            if self._average is not None:
+                self._average.update()
         self._optimizer.zero_grad()
         return UpdateRecord(grad_norm=norm, skipped=skipped, seconds=time.perf_counter() - started)
 
@@ -368,7 +374,7 @@ class LearnerRank:
     def begin_save(self, folder: Path) -> None:
         """Copy this rank's part of a checkpoint and write it in the background. A collective."""
         self._writing[folder] = checkpoint.begin_write(
-            folder, self._policy, self._optimizer, self._rank, self._background
+            folder, self._policy, self._optimizer, self._average, self._rank, self._background
         )
 
     def has_written(self, folder: Path) -> bool:
@@ -384,7 +390,7 @@ class LearnerRank:
     def load(self, folder: Path) -> None:
         """Load a checkpoint; discards the current step. A collective."""
         self.abandon()
-        checkpoint.read_state(folder, self._policy, self._optimizer, self._rank)
+        checkpoint.read_state(folder, self._policy, self._optimizer, self._rank, self._average)
 
     def begin_export(self, folder: Path) -> None:
         """Copy the weights; the first rank writes a Hugging Face folder in the background. A collective."""
@@ -440,6 +446,12 @@ class LearnerRank:
             said = check_longest_row(run_row, tokens, counters, later_bytes=later_bytes, largest=self._largest, key=key)
         self.abandon()
         return said
+
+    def _open_average(self) -> WeightAverage | None:
+        if self._config.proximal_decay is None:
+            return None
+        trained = {name: each for name, each in self._policy.named_parameters() if each.requires_grad}
+        return WeightAverage(trained, self._config.proximal_decay)
 
     def _open_stage(self) -> WeightStage | DeviceWeightStage:
         model, dtype = self._policy.model, torch.bfloat16 if self._on_gpu else torch.float32
@@ -519,7 +531,3 @@ def _divergence(sequence: TrainSequence) -> float:
     assert sequence.prox_logprobs is not None
     difference = (sequence.behavior_logprobs - sequence.prox_logprobs)[sequence.policy_mask]
     return float(bounded_log_ratio(difference).sum())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
