@@ -258,8 +258,7 @@ class Trainer:
 
     def _tokens_to_compute(self, groups: Iterable[FinishedGroup]) -> int:
         """Tokens of the groups that the learner computes, the prompt of a group once."""
-        learner = self._config.learner
-        computes_all = learner.entropy_bonus > 0 or learner.kl.coefficient > 0
+        computes_all = self._config.learner.computes_silent_groups
         return sum(group.packed_tokens for group in groups if computes_all or group.has_signal)
 
     async def _call_on_step(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -278,6 +278,8 @@ class FinishedEpisode:
     """(policy tokens, reward, hash of the state in which it began) of each turn of the first sample."""
     fault: str | None = None
     """Reason why it cannot be trained on."""
+    cut: bool = False
+    """True if it ended at the longest context, or its last turn at the token limit of a turn."""
     task_hash: str = ""
     """Equal for tasks that show the model the same (`roll_flash.monitor.episodes.task_hash`)."""
     rewards: tuple[tuple[str, float], ...] = ()

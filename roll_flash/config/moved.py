@@ -42,6 +42,9 @@ SYNONYMS = {
     "clip_grad": "learner.max_grad_norm",
     "clip_ratio_high": "learner.loss.clip_high",
     "clip_ratio_low": "learner.loss.clip_low",
+    "entropy_coef": "learner.entropy_bonus",
+    "entropy_coeff": "learner.entropy_bonus",
+    "entropy_target": "learner.adaptive_entropy.target",
     "epsilon": "learner.loss.clip_low",
     "epsilon_high": "learner.loss.clip_high",
     "experiment_name": "name",
@@ -51,8 +54,11 @@ SYNONYMS = {
     "lora_alpha": "learner.lora.alpha",
     "lora_r": "learner.lora.rank",
     "lora_rank": "learner.lora.rank",
+    "loss_agg_mode": "learner.loss_normalization",
     "loss_type": "learner.loss.name",
     "lr": "learner.learning_rate",
+    "m2_threshold": "learner.loss.second_moment",
+    "mask_truncated_completions": "learner.overlong.filter",
     "max_completion_length": "rollout.max_new_tokens",
     "max_model_len": "model.max_length",
     "max_response_length": "rollout.max_new_tokens",
@@ -64,6 +70,7 @@ SYNONYMS = {
     "n_samples_per_prompt": "scheduler.group_size",
     "num_generations": "scheduler.group_size",
     "output_dir": "runs",
+    "ratio_type": "learner.loss.ratio_level",
     "rollout_batch_size": "scheduler.groups_per_step",
     "rollout_n": "scheduler.group_size",
     "rollouts_per_example": "scheduler.group_size",
@@ -75,6 +82,7 @@ SYNONYMS = {
     "test_freq": "eval.every",
     "total_training_steps": "steps",
     "train_batch_size": "scheduler.groups_per_step",
+    "use_kl_in_reward": "learner.kl.in_reward",
 }
 """Last part of a key in TRL, verl, OpenRLHF, slime or prime-rl: our key."""
 

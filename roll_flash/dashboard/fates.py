@@ -78,8 +78,8 @@ class Fates:
 
     def advantages(self, group_id: str, config: Any) -> dict[str, float]:
         """Return the advantage of each episode of a trained group, by its id, computed by the learner's own function
-        from the rewards in the journal. Empty if it was not trained, if each turn has an advantage of its own, or if
-        the function is the user's."""
+        from the rewards in the journal. Empty if it was not trained, if each turn has an advantage of its own, if the
+        function is the user's, or if the learner changed the rewards by what the journal does not have."""
         rules = _rules(config)
         if (step := self._trained.get(group_id)) is None or rules is None:
             return {}
@@ -102,10 +102,12 @@ class Fates:
 def _rules(config: Any) -> AdvantageConfig | None:
     given = config.get("learner", {}) if isinstance(config, Mapping) else {}
     try:
-        rules = AdvantageConfig.of(LearnerConfig.model_validate(given))
+        learner = LearnerConfig.model_validate(given)
     except ValidationError:  # of another version
         return None
-    return None if rules.advantage == "gigpo" or is_own(rules.advantage) else rules  # no code of a run is executed
+    if learner.advantage == "gigpo" or is_own(learner.advantage) or learner.shapes_rewards:
+        return None  # no code of a run is executed
+    return AdvantageConfig.of(learner)
 
 
 def _finished(episode_id: str, reward: float) -> FinishedEpisode:

@@ -97,13 +97,13 @@ def _learner(config: Config, calibration: Calibration) -> LearnerSpec:
     speeds, learner = calibration.speeds, config.learner
     split = speeds.ranks / learner.ranks
     train_s, proximal_s = speeds.train_token_s * split, speeds.proximal_token_s * split
-    is_late, keeps = computes_late(config), learner.minibatches > 1
+    is_late, keeps = computes_late(config), learner.keeps_groups
     return LearnerSpec(
         streams=True,
         call_s=speeds.call_s,
         token_s=(proximal_s if keeps else 0.0) if is_late else train_s,
         late_token_s=train_s if is_late else 0.0,
-        computes_all=learner.entropy_bonus > 0 or learner.kl.coefficient > 0,
+        computes_all=learner.computes_silent_groups,
         batch_tokens=learner.micro_batch_tokens * learner.ranks,
         step_s=speeds.update_s,
         stage_s=speeds.stage_s,

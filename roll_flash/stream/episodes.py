@@ -43,6 +43,7 @@ def finished_episode(trajectory: Trajectory) -> FinishedEpisode:
         turns=sum(len(sample.turns) for sample in samples),
         own_turns=_own_turns(trajectory),
         fault=_fault(trajectory),
+        cut=_was_cut(trajectory),
         task_hash=hash_of_task(trajectory.task.env_id, trajectory.messages, len(trajectory.turns), trajectory.info),
         rewards=_rewards(trajectory.info.get("rewards")),
         data=trajectory,
@@ -101,6 +102,11 @@ def _fault(trajectory: Trajectory) -> str | None:
         if not trained_mask(sample).any():
             return "no_logprobs"
     return next(filter(None, (fault_of_reward(turn.reward) for turn in trajectory.turns)), None)
+
+
+def _was_cut(trajectory: Trajectory) -> bool:
+    last = trajectory.turns[-1].finish_reason if trajectory.turns else "stop"
+    return trajectory.end == "context_limit" or last == "length"
 
 
 def fault_of_reward(reward: float) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -50,6 +50,26 @@ def plain_loop(
             optimizer.step()
             optimizer.zero_grad()
     return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+
+
+def plain_step(
+    folder: Path, trajectories: Sequence[Trajectory], loss_of: Callable[[Trajectory, Tensor, Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Weights after one step on the sum of any loss: `loss_of(trajectory, logprobs, entropies)`, a scalar."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for trajectory in trajectories:
+        loss_of(trajectory, *token_logprobs(model, trajectory)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+
+
+def logprobs_of(folder: Path, trajectory: Trajectory) -> Tensor:
+    """Log-probabilities [policy tokens] under the weights of a folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return token_logprobs(model, trajectory)[0]
 
 
 def with_advantages(group: Group) -> list[Sample]:

@@ -91,6 +91,36 @@ def test_ranks_rows_and_accumulation_do_not_change_the_step(tiny_model: Path, ra
     assert result.metrics["shared_tokens_saved"] > 0
 
 
+SHAPED: dict[str, Any] = {
+    "loss": {"second_moment": 0.5, "correction_level": "turn_mean"},
+    "loss_normalization": "constant",
+    "loss_length": 20,
+    "kl": {"coefficient": 0.01, "in_reward": True},
+    "overlong": {"max_tokens": 16, "buffer_tokens": 8},
+    "adaptive_entropy": {"target": 100.0, "step": 0.01},
+}
+
+
+@pytest.mark.parametrize("settings", [SHAPED, {"proximal_decay": 0.5, "minibatches": 2}], ids=["shaped", "average"])
+def test_what_ranks_must_agree_on_is_the_same_on_two(tiny_model: Path, settings: dict[str, Any]) -> None:
+    """The second moment is that of all ranks' tokens; rewards have the divergence that either found; the bonus of the
+    second step comes from the entropy of the first; each rank averages its shards."""
+
+    async def use(learner: FsdpLearner) -> tuple[dict[str, torch.Tensor], StepResult]:
+        await step(learner, *([group] for group in GROUPS[:3]))
+        result = await step(learner, GROUPS[3:])
+        return await weights_of(learner), result
+
+    weights, result = with_learner(tiny_model, use, ranks=2, micro_batch_tokens=90, **settings)
+    expected, plain = in_process(tiny_model, use, **settings)
+    assert_same_weights(weights, expected)
+    for name in {"second_moment_kept", "left_out_fraction", "shaped_reward", "kl_reference"} & plain.metrics.keys():
+        assert result.metrics[name] == pytest.approx(plain.metrics[name], rel=1e-3)
+    if settings is SHAPED:
+        assert 0 < plain.metrics["left_out_fraction"] < 1
+        assert result.metrics["entropy_bonus"] == plain.metrics["entropy_bonus"] == 0.01
+
+
 def test_a_step_reports_what_it_did_and_leaves_out_what_is_broken(tiny_model: Path) -> None:
     nan = dataclasses.replace(GROUPS[0].trajectories[1], reward=float("nan"))
     batch = [replace_trajectory(GROUPS[0], 1, nan), make_group(9, rewards=[1.0] * 4)]

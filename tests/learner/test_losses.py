@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from roll_flash.learner.losses.correction import correct
 from roll_flash.learner.losses.policy import LOSSES, policy_loss
 
-LEVELS = ["token", "sequence", "sequence_mean"]
+LEVELS = ["token", "turn", "turn_mean", "sequence", "sequence_mean"]
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("reinforce", {}),
     ("reinforce", {"correction": "mask", "correction_level": "sequence_mean"}),
@@ -30,8 +31,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("topr", {"correction_level": "sequence"}),
     ("weighted_topr", {"positive_weight": 0.5, "negative_weight": 2.0}),
     ("gspo", {"clip_low": 0.1, "clip_high": 0.1}),
+    ("gspo", {"clip_low": 0.1, "clip_high": 0.1, "ratio_level": "turn_mean"}),
+    ("m2po", {}),
     ("sapo", {}),
     ("decoupled_ppo", {"sequence_floor": 0.9, "sequence_cap": 1.1}),
+    ("decoupled_ppo", {"sequence_floor": 0.9, "sequence_rejects": "negative"}),
 ]
 
 
@@ -49,6 +53,29 @@ def tensors(seed: int = 0, shape: tuple[int, int] = (4, 7)) -> dict[str, Tensor]
         "advantages": uniform(-2, 2),
         "mask": torch.rand(shape, generator=generator) < 0.7,
     }
+
+
+def turns_of(mask: Tensor) -> Tensor:
+    """The number of each token's turn over all rows, found one token after the other; masked ones have any."""
+    ids, turn = torch.zeros(mask.shape, dtype=torch.int64), -1
+    for row in range(len(mask)):
+        for place in range(mask.shape[1]):
+            turn += bool(mask[row, place]) and (place == 0 or not mask[row, place - 1])
+            ids[row, place] = max(turn, 0)
+    return ids
+
+
+def log_ratio_of(difference: Tensor, mask: Tensor, level: str) -> Tensor:
+    """The log-ratio of each token at a level, by loops in numpy."""
+    if level == "token":
+        return difference
+    parts = turns_of(mask) if level.startswith("turn") else torch.arange(len(mask))[:, None].expand_as(mask)
+    found = np.zeros(difference.shape)
+    for part in parts[mask].unique():
+        inside = (mask & (parts == part)).numpy()
+        values = difference.numpy()[inside]
+        found[inside] = values.mean() if level.endswith("_mean") else values.sum()
+    return torch.from_numpy(found)
 
 
 def scalar(name: str, theta: float, prox: float, behavior: float, advantage: float, **params: Any) -> float:
@@ -83,6 +110,7 @@ def test_single_token_losses_are_their_formulas(ratio: float, advantage: float) 
     found = scalar("weighted_topr", theta, prox, behavior, advantage, positive_weight=3.0, negative_weight=0.5)
     assert found == pytest.approx(weight * plain)
     steepness = 1.0 if advantage > 0 else 1.05
+    assert scalar("m2po", theta, prox, behavior, advantage) == pytest.approx(-ratio * advantage)
     gate = 4 / steepness / (1 + math.exp(-steepness * (ratio - 1)))
     assert scalar("sapo", theta, 9.0, behavior, advantage) == pytest.approx(-gate * advantage, rel=1e-12)
     assert scalar("supervised", theta, prox, behavior, advantage) == pytest.approx(-theta)
@@ -185,10 +213,7 @@ def test_a_logprob_far_away_never_makes_a_loss_infinite(name: str, params: dict[
 def test_corrections_bound_the_ratio_itself_at_every_level(level: str) -> None:
     data = tensors(3)
     mask = data["mask"]
-    difference = data["prox_logprobs"] - data["behavior_logprobs"]
-    rows = [d[m].sum() if level == "sequence" else d[m].mean() for d, m in zip(difference, mask, strict=True)]
-    log_ratio = difference if level == "token" else torch.stack(rows)[:, None].expand_as(difference)
-    ratio = log_ratio.exp()
+    ratio = log_ratio_of(data["prox_logprobs"] - data["behavior_logprobs"], mask, level).exp()
     arguments: dict[str, Any] = {
         "prox_logprobs": data["prox_logprobs"],
         "behavior_logprobs": data["behavior_logprobs"],
@@ -209,6 +234,46 @@ def test_corrections_bound_the_ratio_itself_at_every_level(level: str) -> None:
 
 STOPPED = ("tis", "cispo", "topr", "weighted_topr")
 """Losses whose weight is a function of pi_theta that is not differentiated."""
+
+
+def test_only_what_has_a_negative_advantage_is_rejected_as_by_trl() -> None:
+    """The off-policy sequence mask of DeepSeek-V3.2: negative, and mean of log mu - log pi above a threshold."""
+    data = tensors(7) | {"advantages": torch.tensor([[1.0], [-1.0], [-0.5], [2.0]], dtype=torch.float64)}
+    mask = data["mask"]
+    gap = torch.where(mask, data["behavior_logprobs"] - data["prox_logprobs"], 0.0).sum(1) / mask.sum(1)
+    threshold = float(gap[1] + gap[2]) / 2  # one of the two negative sequences is beyond it
+    keeps = ((data["advantages"] >= 0) | (gap[:, None] <= threshold)) & mask
+    assert 0 < keeps.sum() < mask.sum()
+    found = policy_loss("ppo", **data, sequence_floor=math.exp(-threshold), sequence_rejects="negative")
+    expected = policy_loss("ppo", **data | {"mask": keeps}, normalizer=float(mask.sum()))
+    assert found.loss.item() == pytest.approx(expected.loss.item(), abs=1e-12)
+    assert found.metrics["rejected_fraction"].item() == pytest.approx(1 - keeps.sum().item() / mask.sum().item())
+
+
+def test_a_ratio_of_turns_is_rolls_segment_ratio_in_value_and_gradient() -> None:
+    """ROLL differentiates exp(mean of a turn's log-ratios); each turn has one advantage."""
+    data = tensors(8)
+    mask, turns = data["mask"], turns_of(data["mask"])
+    data["advantages"] = torch.linspace(-2, 2, int(turns.max()) + 1, dtype=torch.float64)[turns]
+    logprobs = data["logprobs"].clone().requires_grad_()
+    losses = []
+    for turn in turns[mask].unique():
+        inside = mask & (turns == turn)
+        ratio = (logprobs - data["behavior_logprobs"])[inside].mean().exp()
+        advantage = data["advantages"][inside][0]
+        losses += [-torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage)] * int(inside.sum())
+    expected = torch.stack(losses).mean()
+    found = policy_loss(
+        "gspo", **data | {"logprobs": logprobs}, clip_low=0.1, clip_high=0.1, ratio_level="turn_mean"
+    ).loss
+    assert found.item() == pytest.approx(expected.item(), abs=1e-12)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logprobs)[0] for loss in (found, expected)))
+
+
+def test_packed_tokens_at_turn_level_must_say_which_turn_they_are_of() -> None:
+    packed = {key: value.reshape(-1) for key, value in tensors().items()}
+    with pytest.raises(ValueError, match="need turn_ids at turn level"):
+        policy_loss("tis", **packed, correction_level="turn")
 
 
 @pytest.mark.parametrize(("name", "params"), [variant for variant in VARIANTS if variant[0] not in (*STOPPED, "gspo")])
@@ -275,11 +340,13 @@ def test_packing_and_splitting_do_not_change_the_loss(name: str, params: dict[st
     count = float(data["mask"].sum())
     whole = policy_loss(name, **data, **params).loss
     packed = {key: value.reshape(-1) for key, value in data.items()}
-    ids = torch.arange(4).repeat_interleave(7)
-    assert policy_loss(name, **packed, sequence_ids=ids, **params).loss.item() == pytest.approx(whole.item())
-    kept = packed["mask"]
-    dense = {key: value[kept] for key, value in packed.items()}
-    assert policy_loss(name, **dense, sequence_ids=ids[kept], **params).loss.item() == pytest.approx(whole.item())
+    packed["sequence_ids"] = torch.arange(4).repeat_interleave(7)
+    packed["turn_ids"] = turns_of(data["mask"]).reshape(-1)
+    assert policy_loss(name, **packed, **params).loss.item() == pytest.approx(whole.item())
+    dense = {key: value[packed["mask"]] for key, value in packed.items()}
+    mixed = torch.randperm(len(dense["mask"]), generator=torch.Generator().manual_seed(0))
+    dense = {key: value[mixed] for key, value in dense.items()}  # as tokens of several sequences lie in a row
+    assert policy_loss(name, **dense, **params).loss.item() == pytest.approx(whole.item())
     parts = [{key: value[rows] for key, value in data.items()} for rows in ([2, 0], [1], [3])]
     total = sum(policy_loss(name, **part, normalizer=count, **params).loss.item() for part in parts)
     assert total == pytest.approx(whole.item())

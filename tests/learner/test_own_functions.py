@@ -70,8 +70,8 @@ def test_the_losses_of_the_project_pass(name: str) -> None:
     check_loss(LOSSES[name])
 
 
-@pytest.mark.parametrize("level", ["sequence", "sequence_mean"])
-def test_means_over_a_sequence_are_allowed(level: str) -> None:
+@pytest.mark.parametrize("level", ["turn", "turn_mean", "sequence", "sequence_mean"])
+def test_means_over_a_turn_or_a_sequence_are_allowed(level: str) -> None:
     check_loss(LOSSES["tis"], correction_level=level)
 
 

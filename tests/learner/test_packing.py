@@ -94,6 +94,25 @@ def test_tokens_after_an_update_within_their_turn_are_found_in_any_tree() -> Non
         assert found == {0: [False, True, True, False, False], 1: [False, False, False, False, True]}
 
 
+@pytest.mark.parametrize("limit", [30, 90, 1000])
+def test_turns_are_the_unbroken_runs_of_each_sequence_in_any_tree(limit: int) -> None:
+    prepared = [prepare_group(make_group(seed), 0, AdvantageConfig()) for seed in range(2)]
+    data = [sequence for group in prepared for sequence in sequences_of(group)]
+    first = data[0].policy_mask.copy()
+    first[np.flatnonzero(first)[1]] = False  # a token without a log-probability within a turn
+    data[0] = replace(data[0], policy_mask=first)
+    for row in pack(data, limit):
+        turns, seen = row.turn_ids(), set()
+        for number, member in enumerate(row.members):
+            mask = data[member].policy_mask
+            runs = (np.cumsum(np.diff(mask.astype(np.int8), prepend=0) == 1) - 1)[mask]
+            found = turns[row.sequence_ids == number]
+            np.testing.assert_array_equal(found - found[0], runs)
+            assert seen.isdisjoint(found.tolist())
+            seen.update(found.tolist())
+        assert seen == set(range(len(seen)))
+
+
 def _padded_loop(model: torch.nn.Module, data: list[TrainSequence]) -> torch.Tensor:
     """The reference: one plain transformers forward per sequence, full logits."""
     total = torch.zeros(())

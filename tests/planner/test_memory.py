@@ -107,7 +107,7 @@ def number_of_bytes(tensors: list[Any]) -> int:
     return sum(tensor.to_local().numel() * tensor.element_size() for tensor in tensors)
 
 
-@pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 4}}])
+@pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 4}}, {"proximal_decay": 0.9}])
 def test_states_are_what_the_learner_allocates(settings: dict[str, Any]) -> None:
     """Masters, gradients and moments of a real rank; a CPU stands in for the GPU, where their types are the same."""
     rank = trained_rank(settings)
@@ -115,6 +115,8 @@ def test_states_are_what_the_learner_allocates(settings: dict[str, Any]) -> None
         trained = rank._trained
         moments = [state[name] for state in rank._optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
         allocated = 2 * number_of_bytes(trained) + number_of_bytes(moments)  # a gradient is like its parameter
+        if rank._average is not None:
+            allocated += number_of_bytes(list(rank._average.state()["weights"].values()))
         assert {parameter.dtype for parameter in trained} == {torch.float32}
     finally:
         rank.close()

@@ -28,12 +28,16 @@ BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 _CLIP = frozenset({"clip_low", "clip_high"})
 _CORRECTION = frozenset({"correction", "correction_level", "correction_cap", "correction_floor"})
 _TAPER = frozenset({"correction_cap", "correction_level"})
-_REJECTION = frozenset({"sequence_floor", "sequence_cap"})
-"""Options of every loss."""
+_REJECTION = frozenset({"sequence_floor", "sequence_cap", "sequence_rejects"})
+"""Options of every loss, which `policy_loss` reads."""
+_OF_ANY_LOSS = _REJECTION | {"second_moment"}
+M2PO_LIMIT = 0.04
+"""Second moment of M2PO, as in its paper (arXiv 2510.01161)."""
 LOSS_PARAMETERS: dict[str, frozenset[str]] = {
     "decoupled_ppo": _CLIP | _CORRECTION | {"dual_clip"},
     "ppo": _CLIP | {"dual_clip"},
-    "gspo": _CLIP,
+    "gspo": _CLIP | {"ratio_level"},
+    "m2po": frozenset(),
     "cispo": _CLIP,
     "tis": _TAPER,
     "topr": _TAPER,
@@ -65,9 +69,9 @@ def _known_or_own(known: Iterable[str]) -> AfterValidator:
 
 class LossConfig(Section):
     name: Annotated[str, _known_or_own(LOSS_PARAMETERS)] = "decoupled_ppo"
-    """The policy loss: `decoupled_ppo`, `ppo`, `tis`, `cispo`, `topr`, `weighted_topr`, `gspo`, `reinforce`, `sapo`, or
-    a function of yours, `file.py:NAME` or `module:NAME`; docs/algorithms.md says when to use which, and how to write
-    one."""
+    """The policy loss: `decoupled_ppo`, `ppo`, `tis`, `cispo`, `topr`, `weighted_topr`, `gspo`, `m2po`, `reinforce`,
+    `sapo`, or a function of yours, `file.py:NAME` or `module:NAME`; docs/algorithms.md says when to use which, and how
+    to write one."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a loss function of yours."""
     clip_low: Probability | None = None
@@ -78,8 +82,11 @@ class LossConfig(Section):
     """Bound of the loss for negative advantages (c of dual-clip PPO). None: no bound."""
     correction: Literal["none", "tis", "mask"] = "tis"
     """Use of the ratio of proximal to behaviour policy: ignore it, truncate it, or mask tokens out of bounds."""
-    correction_level: Literal["token", "sequence", "sequence_mean"] = "token"
-    """Compute one ratio per token, or one per sequence: the product over its tokens, or their geometric mean."""
+    correction_level: Literal["token", "turn", "turn_mean", "sequence", "sequence_mean"] = "token"
+    """Compute one ratio per token, or one per turn or sequence: the product over its tokens, or their geometric mean
+    (`_mean`)."""
+    ratio_level: Literal["turn_mean", "sequence_mean"] = "sequence_mean"
+    """Geometric mean of the ratios over each sequence or over each turn (gspo)."""
     correction_cap: PositiveFloat | None = None
     """Upper bound of `tis` and of `mask`. None: the default of the loss (2.0; 1.0 in tis, topr and weighted_topr)."""
     correction_floor: NonNegativeFloat = 0.5
@@ -97,6 +104,12 @@ class LossConfig(Section):
     None: no bound."""
     sequence_cap: PositiveFloat | None = None
     """With any loss: leave out a sequence whose geometric mean of that ratio is above. None: no bound."""
+    sequence_rejects: Literal["all", "negative"] = "all"
+    """What these two bounds leave out of such a sequence: all, or only what has a negative advantage."""
+    second_moment: PositiveFloat | None = None
+    """With any loss that is proportional to the advantage: leave out the tokens whose ratio moves furthest away, until
+    the mean square of the log-ratios of the others is at most this (M2PO). The log-probabilities at the start of the
+    step are computed first, and training begins when the last group arrives. None: no limit; 0.04 in m2po."""
 
     @model_validator(mode="after")
     def _only_what_the_loss_reads(self) -> LossConfig:
@@ -104,7 +117,7 @@ class LossConfig(Section):
         if self.params and not own:
             raise ValueError(f"params are for a function of yours; {self.name} has keys of its own, such as clip_low")
         for key, field in type(self).model_fields.items():
-            if key in ("name", "params", *_REJECTION) or getattr(self, key) == field.default:
+            if key in ("name", "params", *_OF_ANY_LOSS) or getattr(self, key) == field.default:
                 continue
             if own:
                 raise ValueError(f"{key} is not read by {self.name}; write it into learner.loss.params")
@@ -116,11 +129,27 @@ class LossConfig(Section):
             raise ValueError("correction_floor is above correction_cap: every token would be dropped")
         if self.sequence_cap is not None and (self.sequence_floor or 0.0) > self.sequence_cap:
             raise ValueError("sequence_floor is above sequence_cap: every sequence would be left out")
+        if self.sequence_rejects != "all" and not self._rejects:
+            raise ValueError("sequence_rejects is not read without sequence_floor or sequence_cap; set one of them")
         return self
+
+    @property
+    def _rejects(self) -> bool:
+        return self.sequence_floor is not None or self.sequence_cap is not None
+
+    @property
+    def second_moment_limit(self) -> float | None:
+        """Limit of the second moment of a step's log-ratios; None if there is none."""
+        return M2PO_LIMIT if self.second_moment is None and self.name == "m2po" else self.second_moment
+
+    @property
+    def reads_proximal(self) -> bool:
+        """True if the loss depends on the proximal policy."""
+        return is_own(self.name) or "correction" in LOSS_PARAMETERS[self.name]
 
     def parameters(self) -> dict[str, Any]:
         """Keyword arguments of the loss function: the options that it reads, without those left at None."""
-        keys = _REJECTION | LOSS_PARAMETERS.get(self.name, frozenset())
+        keys = LOSS_PARAMETERS.get(self.name, frozenset()) | (_REJECTION if self._rejects else frozenset())
         found = {key: value for key, value in self.model_dump().items() if key in keys and value is not None}
         return found | self.params
 
@@ -173,11 +202,64 @@ class WarmStartConfig(Section):
 
 class KlConfig(Section):
     coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL divergence from a frozen reference in the loss; 0 loads no reference."""
+    """Weight of the KL divergence from a frozen reference in the loss or the reward; 0 loads no reference."""
+    in_reward: bool = False
+    """Subtract the divergence from the reward of an episode, before advantages are computed, instead of adding it to
+    the loss: `coefficient` times the sum of log mu - log reference over its policy tokens (k1), where mu is the policy
+    that sampled."""
     estimator: Literal["k1", "k2", "k3"] = "k2"
     """Estimator of the divergence from a sampled token. k1 and k2 have the gradient of the reverse KL."""
     reference: LocalPath | None = None
     """Model folder of the reference. None: the model that the run starts from."""
+
+    @model_validator(mode="after")
+    def _a_reward_of_its_own(self) -> KlConfig:
+        if self.in_reward and not self.coefficient:
+            raise ValueError("in_reward has no effect with coefficient=0; set coefficient")
+        if self.in_reward and self.estimator == "k3":
+            raise ValueError("estimator=k3 is not read with in_reward, where the divergence is k1; remove one of them")
+        return self
+
+    @property
+    def in_loss(self) -> bool:
+        return self.coefficient > 0 and not self.in_reward
+
+
+class OverlongConfig(Section):
+    filter: bool = False
+    """Do not train on episodes that were cut: they ended at `model.max_length`, or their last turn at its token limit.
+    Their rewards still count in the advantages of their group."""
+    max_tokens: PositiveInt | None = None
+    """Sampled tokens of an episode from which on the whole penalty is subtracted from its reward. None: no penalty."""
+    buffer_tokens: PositiveInt | None = None
+    """Tokens below `max_tokens` over which the penalty rises linearly from 0."""
+    penalty: PositiveFloat = 1.0
+    """The whole penalty, in units of the reward."""
+
+    @model_validator(mode="after")
+    def _a_whole_penalty(self) -> OverlongConfig:
+        if (self.max_tokens is None) != (self.buffer_tokens is None):
+            raise ValueError("max_tokens and buffer_tokens belong together: set both or none")
+        if self.max_tokens is None and self.penalty != 1.0:
+            raise ValueError("penalty is not read without max_tokens and buffer_tokens; set them")
+        if (self.buffer_tokens or 0) > (self.max_tokens or 0):
+            raise ValueError("buffer_tokens is above max_tokens: every episode would be penalised")
+        return self
+
+
+class AdaptiveEntropyConfig(Section):
+    target: PositiveFloat | None = None
+    """Entropy of the policy in nats per token, below which `entropy_bonus` applies and rises. None: it is constant."""
+    step: PositiveFloat = 0.005
+    """Change of the bonus after each step."""
+    highest: PositiveFloat = 1.0
+    """Largest bonus."""
+
+    @model_validator(mode="after")
+    def _with_a_target(self) -> AdaptiveEntropyConfig:
+        if self.target is None and (self.step, self.highest) != (0.005, 1.0):
+            raise ValueError("step and highest are not read without target; set it")
+        return self
 
 
 class LoraConfig(Section):
@@ -242,12 +324,20 @@ class LearnerConfig(Section):
     """Discount of a reward per turn before it (gigpo)."""
     loss: LossConfig = LossConfig()
     """The policy loss and its options."""
-    loss_normalization: Literal["tokens", "sequences"] = "tokens"
-    """Average the loss over all policy tokens of a step, or over its sequences (each the mean over its tokens)."""
+    loss_normalization: Literal["tokens", "sequences", "constant"] = "tokens"
+    """Average the loss over all policy tokens of a step, or over its sequences: each the mean over its tokens, or
+    (`constant`, as in Dr. GRPO) their sum divided by `loss_length`."""
+    loss_length: PositiveInt | None = None
+    """Divisor of a sequence's loss with `loss_normalization: constant`, such as the largest number of sampled
+    tokens."""
+    overlong: OverlongConfig = OverlongConfig()
+    """What is done about episodes that are too long."""
     entropy_bonus: NonNegativeFloat = 0.0
     """Weight of the policy's entropy, which is added to the objective."""
+    adaptive_entropy: AdaptiveEntropyConfig = AdaptiveEntropyConfig()
+    """Change `entropy_bonus`, which is the first value then, so that the entropy stays near a target."""
     kl: KlConfig = KlConfig()
-    """KL divergence from a frozen reference, added to the loss."""
+    """KL divergence from a frozen reference, added to the loss or subtracted from rewards."""
     routing_replay: bool | Literal["auto"] = "auto"
     """In the learner each token uses the experts that the server used for it (mixtures of experts). `auto`: where
     servers return them; docs/models.md says where that is. false: the learner chooses anew, and rounding makes some
@@ -258,6 +348,10 @@ class LearnerConfig(Section):
     minibatches: PositiveInt = 1
     """Optimizer steps per batch. With more than one, the log-probabilities at the start of the step are computed first,
     and training begins when the last group arrives."""
+    proximal_decay: BelowOne | None = None
+    """Decay per optimizer step of the average of weights that is the proximal policy (PPO-EWMA). The average is a
+    second copy of the trained weights, and each step has a forward pass with it more. None: the proximal policy is that
+    of the start of the step."""
     lora: LoraConfig = LoraConfig()
     """Train low-rank adapters and freeze the model's own weights."""
     gradient_checkpointing: bool = False
@@ -315,4 +409,33 @@ class LearnerConfig(Section):
             raise ValueError(OFFLOAD_ON_CPU)
         if self.advantage != "gigpo" and (self.turn_weight, self.turn_discount) != (1.0, 0.95):
             raise ValueError(f"turn_weight and turn_discount are not read by {self.advantage}, only by gigpo")
+        if (self.loss_normalization == "constant") != (self.loss_length is not None):
+            raise ValueError("loss_length and loss_normalization=constant belong together: set both or none")
+        if self.entropy_bonus > self.adaptive_entropy.highest and self.adaptive_entropy.target is not None:
+            raise ValueError("entropy_bonus is above adaptive_entropy.highest; lower it")
+        if self.proximal_decay is not None and not self.loss.reads_proximal:
+            raise ValueError(f"proximal_decay is not read by {self.loss.name}; use decoupled_ppo or reinforce")
+        if self.proximal_decay is not None and self.loss.second_moment_limit is not None:
+            raise ValueError("proximal_decay and loss.second_moment: a moment is that of the start of the step")
         return self
+
+    @property
+    def keeps_groups(self) -> bool:
+        """True if groups wait, with their log-probabilities at the start of the step, until its last one arrives."""
+        needs_proximal = self.loss.second_moment_limit is not None or self.proximal_decay is not None
+        return self.minibatches > 1 or needs_proximal
+
+    @property
+    def shapes_rewards(self) -> bool:
+        """True if advantages are computed of other rewards than those of the episodes."""
+        return self.kl.in_reward or self.overlong.max_tokens is not None
+
+    @property
+    def regularises(self) -> bool:
+        """True if tokens with an advantage of 0 have a gradient too."""
+        return self.entropy_bonus > 0 or self.adaptive_entropy.target is not None or self.kl.in_loss
+
+    @property
+    def computes_silent_groups(self) -> bool:
+        """True if groups in which all episodes earned the same may have a gradient too."""
+        return self.regularises or self.shapes_rewards

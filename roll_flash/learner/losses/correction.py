@@ -2,19 +2,20 @@
 
 rho = pi_prox / pi_behaviour is the importance ratio of the policy at the step's start to the sampling policy. A weight
 multiplies a token's loss and is never differentiated. At sequence level all policy tokens of a sequence share one
-ratio: the product of the token ratios, or their geometric mean.
+ratio: the product of the token ratios, or their geometric mean (`_mean`). At turn level those of a turn do, which is an
+unbroken run of policy tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 CorrectionName = Literal["none", "tis", "mask"]
-CorrectionLevel = Literal["token", "sequence", "sequence_mean"]
+CorrectionLevel = Literal["token", "turn", "turn_mean", "sequence", "sequence_mean"]
 MAX_ABS_LOG_RATIO = 20.0
 """Bound of the absolute log-ratio before exp, as in verl: larger values add no information and would overflow."""
 
@@ -49,20 +50,35 @@ def sequence_mean(values: Tensor, mask: Tensor, sequence_ids: Tensor | None) -> 
 
 
 def log_ratio(
-    numerator: Tensor, denominator: Tensor, mask: Tensor, level: CorrectionLevel, sequence_ids: Tensor | None
+    numerator: Tensor,
+    denominator: Tensor,
+    mask: Tensor,
+    level: CorrectionLevel,
+    sequence_ids: Tensor | None,
+    turn_ids: Tensor | None = None,
 ) -> Tensor:
-    """Return the log-ratio at the given level, within +-MAX_ABS_LOG_RATIO; 0 where masked, even if inputs are NaN."""
-    difference = torch.where(mask, numerator, 0.0) - torch.where(mask, denominator, 0.0)
-    match level:
-        case "token":
-            ratio = difference
-        case "sequence":
-            ratio = torch.where(mask, sequence_sum(difference, mask, sequence_ids), 0.0)
-        case "sequence_mean":
-            ratio = torch.where(mask, sequence_mean(difference, mask, sequence_ids), 0.0)
-        case _:
-            raise ValueError(f"unknown correction level {level!r}: use token, sequence or sequence_mean")
+    """Return the log-ratio at the given level, within +-MAX_ABS_LOG_RATIO; 0 where masked, even if inputs are NaN.
+
+    Turn levels need `turn_ids` (int64, from 0, over all sequences) where tensors are packed; with shape [B, T] they
+    are found from `mask`, as ROLL's `compute_segment_masked_mean` does.
+    """
+    if level not in get_args(CorrectionLevel):
+        raise ValueError(f"unknown correction level {level!r}: use one of {', '.join(get_args(CorrectionLevel))}")
+    ratio = torch.where(mask, numerator, 0.0) - torch.where(mask, denominator, 0.0)
+    if level != "token":
+        part, _, mean = level.partition("_")
+        ids = sequence_ids if part == "sequence" else _turn_ids(mask) if turn_ids is None else turn_ids
+        combine = sequence_mean if mean else sequence_sum
+        ratio = torch.where(mask, combine(ratio, mask, ids), 0.0)
     return ratio.clamp(-MAX_ABS_LOG_RATIO, MAX_ABS_LOG_RATIO)
+
+
+def _turn_ids(mask: Tensor) -> Tensor:
+    """Return [B, T]: the number of the last run of true values of a row that began here or before."""
+    if mask.ndim != 2:
+        raise ValueError("packed tensors [T] need turn_ids at turn level")
+    before = torch.nn.functional.pad(mask[:, :-1], (1, 0))
+    return ((mask & ~before).reshape(-1).cumsum(0) - 1).clamp(min=0).reshape(mask.shape)
 
 
 @torch.no_grad()
@@ -76,6 +92,7 @@ def correct(
     cap: float = 2.0,
     floor: float = 0.5,
     sequence_ids: Tensor | None = None,
+    turn_ids: Tensor | None = None,
 ) -> Correction:
     """Return the weight of every token.
 
@@ -85,7 +102,7 @@ def correct(
 
     Shapes [T] or [B, T], natural log.
     """
-    ratio = log_ratio(prox_logprobs, behavior_logprobs, mask, level, sequence_ids).exp()
+    ratio = log_ratio(prox_logprobs, behavior_logprobs, mask, level, sequence_ids, turn_ids).exp()
     zeros = torch.zeros_like(ratio)
     match name:
         case "none":

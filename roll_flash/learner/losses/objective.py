@@ -37,7 +37,7 @@ class RowRecord:
     """Weighted sum over the policy tokens."""
     means: dict[str, float]
     logprobs: Floats
-    """Log-probabilities under the proximal policy."""
+    """Log-probabilities under the policy of the start of the step; with `proximal_decay`, of the minibatch."""
     entropies: Floats
     behavior_logprobs: Floats
     versions: NDArray[np.int32]
@@ -61,7 +61,8 @@ class Objective:
             load_function(config.loss.name, "learner.loss.name") if is_own(config.loss.name) else config.loss.name
         )
         self._kl = config.kl
-        self._entropy_bonus = config.entropy_bonus
+        self.entropy_bonus = config.entropy_bonus
+        self._averages = config.proximal_decay is not None
         self._policy = policy
         self._reference = reference
         self._router_aux_loss = config.router_aux_loss
@@ -70,7 +71,7 @@ class Objective:
 
     def add_gradient(self, row: PackedRow, *, supervised: bool = False) -> RowRecord:
         """Run forward and backward passes of one row. A collective."""
-        reference = None if supervised else self._reference_logprobs(row)
+        reference = self.reference_logprobs(row) if self._kl.in_loss and not supervised else None
         logprobs, entropies = self._policy(row)
         prox = logprobs.detach() if row.prox_logprobs is None else self._tensor(row.prox_logprobs)
         mask = torch.ones_like(logprobs, dtype=torch.bool)
@@ -83,6 +84,7 @@ class Objective:
             advantages=self._tensor(row.advantages),
             mask=mask,
             sequence_ids=self._tensor(row.sequence_ids),
+            turn_ids=self._tensor(row.turn_ids()),
             normalizer=1.0,
             token_weights=weights,
             **({} if supervised else self._loss.parameters()),
@@ -92,8 +94,8 @@ class Objective:
             penalty = kl_penalty(self._kl.estimator, logprobs=logprobs, ref_logprobs=reference, mask=mask)
             loss = loss + self._kl.coefficient * weighted_sum(penalty, mask, weights)
             means["kl_reference"] = float(penalty.detach().mean())
-        if self._entropy_bonus and not supervised:
-            loss = loss - self._entropy_bonus * weighted_sum(entropies, mask, weights)
+        if self.entropy_bonus and not supervised:
+            loss = loss - self.entropy_bonus * weighted_sum(entropies, mask, weights)
         if self._policy.router_logits is not None:
             balance = load_balancing_loss(self._policy.router_logits, row, self._policy.experts_per_token)
             loss = loss + self._router_aux_loss * balance
@@ -102,7 +104,7 @@ class Objective:
         return RowRecord(
             loss=loss.item(),
             means=means,
-            logprobs=prox.cpu().numpy(),
+            logprobs=(logprobs.detach() if self._averages else prox).cpu().numpy(),
             entropies=entropies.detach().cpu().numpy(),
             behavior_logprobs=row.behavior_logprobs,
             versions=row.versions,
@@ -116,8 +118,8 @@ class Objective:
 
     def idle_pass(self, *, supervised: bool = False) -> None:
         """Take part in the collectives of `add_gradient` on a rank that has no row."""
-        if not supervised:
-            self._reference_logprobs(SINGLE_TOKEN)
+        if self._kl.in_loss and not supervised:
+            self.reference_logprobs(SINGLE_TOKEN)
         logprobs, _ = self._policy(SINGLE_TOKEN)
         (logprobs.sum() * 0.0).backward()
 
@@ -126,9 +128,8 @@ class Objective:
         """Return the log-probabilities of the row's policy tokens under the current weights. A collective."""
         return _without_backward(self._policy, row, temperature)
 
-    def _reference_logprobs(self, row: PackedRow) -> Tensor | None:
-        if not self._kl.coefficient:
-            return None
+    def reference_logprobs(self, row: PackedRow) -> Tensor:
+        """Return the log-probabilities of the row's policy tokens under the reference. A collective."""
         row = replace(row, routed_experts=None)  # a reference is what it is: it chooses its experts itself
         with torch.no_grad():
             if self._reference is not None:

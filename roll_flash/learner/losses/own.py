@@ -35,6 +35,7 @@ def check_loss(function: LossFunction, **params: Any) -> None:
     for number, (end, length) in enumerate(zip(ends, _LENGTHS, strict=True)):
         part = {name: values[end - length : end] for name, values in whole.items()}
         part["sequence_ids"] = torch.zeros(length, dtype=torch.int64)
+        part["turn_ids"] = part["turn_ids"] - part["turn_ids"].min()
         alone = _run(function, part, params)
         for what, found, expected in zip(("loss", "gradient"), alone, (losses, gradient), strict=True):
             if not _is_close(found, expected[end - length : end]):
@@ -113,6 +114,7 @@ def _sequences(lengths: tuple[int, ...]) -> dict[str, Tensor]:
         "advantages": torch.tensor([1.0, -0.5, 0.25, -2.0], dtype=torch.float64)[ids],
         "mask": torch.ones(count, dtype=torch.bool),
         "sequence_ids": ids,
+        "turn_ids": 2 * ids + (torch.cat([torch.arange(length) for length in lengths]) >= 3),  # two turns, or one
     }
 
 

@@ -17,11 +17,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from roll_flash.learner.losses.correction import CorrectionLevel, CorrectionName, correct, log_ratio
+
+RatioLevel = Literal["turn_mean", "sequence_mean"]
+SequenceRejects = Literal["all", "negative"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +58,10 @@ class PolicyTokens:
     advantages: Tensor
     mask: Tensor
     sequence_ids: Tensor | None
+    turn_ids: Tensor | None = None
 
     def ratio(self, denominator: Tensor, level: CorrectionLevel = "token") -> Tensor:
-        return log_ratio(self.logprobs, denominator, self.mask, level, self.sequence_ids).exp()
+        return log_ratio(self.logprobs, denominator, self.mask, level, self.sequence_ids, self.turn_ids).exp()
 
 
 LossFunction = Callable[..., TokenLoss | Tensor]
@@ -72,18 +77,21 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
     sequence_ids: Tensor | None = None,
+    turn_ids: Tensor | None = None,
     normalizer: float | None = None,
     token_weights: Tensor | None = None,
     sequence_floor: float | None = None,
     sequence_cap: float | None = None,
+    sequence_rejects: SequenceRejects = "all",
     **params: object,
 ) -> LossOutput:
     """Compute a loss, by its name or as a function, over the tokens where `mask` is true.
 
     All tensors have shape [T] or [B, T]; `advantages` may be broadcast ([B, 1]). Sequence-level quantities of packed
-    tensors need `sequence_ids` (int64, from 0). `token_weights` default to 1. Sequences whose geometric mean of rho is
-    outside [`sequence_floor`, `sequence_cap`] add nothing to the loss, but count in its mean. `params` go to the loss
-    function.
+    tensors need `sequence_ids` (int64, from 0), those of turns `turn_ids`. `token_weights` default to 1. Sequences
+    whose geometric mean of rho is outside [`sequence_floor`, `sequence_cap`] add nothing to the loss, but count in its
+    mean; with `sequence_rejects="negative"` only those of their tokens with a negative advantage add nothing. `params`
+    go to the loss function.
 
     Raises ValueError for an unknown name, TypeError for an unknown parameter.
     """
@@ -99,12 +107,15 @@ def policy_loss(
         advantages=torch.where(mask, advantages, zeros).detach(),
         mask=mask,
         sequence_ids=sequence_ids,
+        turn_ids=turn_ids,
     )
     found = function(tokens, **params)
     result = TokenLoss(found, {}) if isinstance(found, Tensor) else found
     indicators, trained = dict(result.indicators), mask
     if sequence_floor is not None or sequence_cap is not None:
         rejected = _rejected(tokens, sequence_floor or 0.0, math.inf if sequence_cap is None else sequence_cap)
+        if sequence_rejects == "negative":
+            rejected = rejected & (tokens.advantages < 0)
         trained, indicators["rejected_fraction"] = mask & ~rejected, rejected
     count = mask.sum().clamp(min=1)
     loss = weighted_sum(result.loss, trained, token_weights) / (count if normalizer is None else normalizer)
@@ -218,18 +229,39 @@ def topr(
     return weighted_topr(tokens, correction_cap=correction_cap, correction_level=correction_level)
 
 
-def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
+def gspo(
+    tokens: PolicyTokens,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    ratio_level: RatioLevel = "sequence_mean",
+) -> TokenLoss:
     """PPO with the ratio s(t) = sg(s) pi_theta / sg(pi_theta), s the geometric mean of the sequence's ratios.
 
     Source: GSPO-token, arXiv 2507.18071, equations 13 and 14 if the step is normalised by sequences, as in verl. The
     value equals that of GSPO (equation 5), and so does the gradient if all tokens of a sequence share one advantage;
-    with per-turn advantages, each token's gradient uses the advantage of its turn.
+    with per-turn advantages, each token's gradient uses the advantage of its turn. With `turn_mean`, s is the geometric
+    mean of the turn's ratios, as ROLL's `ratio_type: segment`.
     """
-    sequence = log_ratio(
-        tokens.logprobs.detach(), tokens.behavior_logprobs, tokens.mask, "sequence_mean", tokens.sequence_ids
+    shared = log_ratio(
+        tokens.logprobs.detach(),
+        tokens.behavior_logprobs,
+        tokens.mask,
+        ratio_level,
+        tokens.sequence_ids,
+        tokens.turn_ids,
     )
     own = tokens.logprobs - tokens.logprobs.detach()
-    return _clipped(tokens, (sequence + own).exp(), clip_low, clip_high, None)
+    return _clipped(tokens, (shared + own).exp(), clip_low, clip_high, None)
+
+
+def m2po(tokens: PolicyTokens) -> TokenLoss:
+    """-r A with r = pi_theta / pi_behaviour: a policy gradient with importance weights, without a clip.
+
+    Source: second-moment trust policy optimisation, arXiv 2510.01161. What takes the place of the clip is a rule over
+    all tokens of a step, see `second_moment.py`: it sets the advantages of some of them to 0 before this function.
+    """
+    return TokenLoss(-tokens.ratio(tokens.behavior_logprobs) * tokens.advantages, {})
 
 
 def sapo(tokens: PolicyTokens, *, positive_temperature: float = 1.0, negative_temperature: float = 1.05) -> TokenLoss:
@@ -267,6 +299,7 @@ def _corrected(
         cap=cap,
         floor=floor,
         sequence_ids=tokens.sequence_ids,
+        turn_ids=tokens.turn_ids,
     )
     indicators = {**plain.indicators, "correction_fraction": weight.changed, "correction_weight": weight.weights}
     return TokenLoss(weight.weights * plain.loss, indicators)
@@ -296,6 +329,7 @@ LOSSES: dict[str, LossFunction] = {
     "topr": topr,
     "weighted_topr": weighted_topr,
     "gspo": gspo,
+    "m2po": m2po,
     "sapo": sapo,
     "supervised": supervised,
 }

@@ -33,7 +33,9 @@ class AdvantageConfig:
     scale: Scale = "group"
     turn_weight: float = 1.0
     turn_discount: float = 0.95
-    normalization: Literal["tokens", "sequences"] = "tokens"
+    normalization: Literal["tokens", "sequences", "constant"] = "tokens"
+    loss_length: int | None = None
+    filter_overlong: bool = False
     keep_without_signal: bool = False
     """Also train on groups without a signal, because entropy and divergence from a reference need every token."""
 
@@ -45,7 +47,9 @@ class AdvantageConfig:
             turn_weight=config.turn_weight,
             turn_discount=config.turn_discount,
             normalization=config.loss_normalization,
-            keep_without_signal=config.entropy_bonus > 0 or config.kl.coefficient > 0,
+            loss_length=config.loss_length,
+            filter_overlong=config.overlong.filter,
+            keep_without_signal=config.regularises,
         )
 
     @property

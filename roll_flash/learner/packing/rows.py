@@ -76,15 +76,28 @@ class PackedRow:
     def after_updates(self) -> NDArray[np.bool_]:
         """Return [M]: true for tokens whose server got new weights since their turn began. They were sampled from keys
         and values of earlier weights, as the learner never computes them."""
-        positions = self.position_ids[self.source]
-        order = np.lexsort((positions, self.sequence_ids))
-        sequences, positions, versions = self.sequence_ids[order], positions[order], self.versions[order]
-        begins = np.ones(len(order), np.bool_)
-        begins[1:] = (np.diff(sequences) != 0) | (np.diff(positions) != 1)
+        order, begins = self._turns()
+        versions = self.versions[order]
         first = np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))
         found = np.empty(len(order), np.bool_)
         found[order] = versions != versions[first]
         return found
+
+    def turn_ids(self) -> NDArray[np.int64]:
+        """Return [M]: the turn of each token, numbered from 0 over all sequences. A turn is an unbroken run of policy
+        tokens of one sequence; a token without a log-probability, which is none, ends it."""
+        order, begins = self._turns()
+        found = np.empty(len(order), np.int64)
+        found[order] = np.cumsum(begins) - 1
+        return found
+
+    def _turns(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the order of the tokens by sequence and position, and in this order, true where a turn begins."""
+        positions = self.position_ids[self.source]
+        order = np.lexsort((positions, self.sequence_ids))
+        begins = np.ones(len(order), np.bool_)
+        begins[1:] = (np.diff(self.sequence_ids[order]) != 0) | (np.diff(positions[order]) != 1)
+        return order, begins
 
 
 def pack(sequences: Sequence[TrainSequence], max_tokens: int) -> list[PackedRow]:

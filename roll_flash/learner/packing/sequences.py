@@ -36,6 +36,7 @@ class PlannedTrajectory:
     trained_tokens: int
     packed_tokens: int
     prompt_length: int
+    episode_id: str = ""
 
     def sequences(self, arrays: TokenArrays) -> list[TrainSequence]:
         """Return one sequence per sample. Branches get the advantage of the first sample's last policy token."""
@@ -66,7 +67,8 @@ class PreparedGroup:
 
     `policy_tokens` and `num_valid` count all valid trajectories. Policy tokens without a log-probability from the
     sampler are counted in `tokens_without_logprob` and not trained. A group whose replicas have equal rewards adds
-    nothing to the gradient of a policy loss: its tokens count for the mean but are not computed.
+    nothing to the gradient of a policy loss: its tokens count for the mean but are not computed. With
+    `filter_overlong`, trajectories that were cut count for nothing but the advantages of the others.
     """
 
     group_id: str
@@ -132,6 +134,10 @@ def _prepare(
     version: int,
     rules: AdvantageConfig,
 ) -> PreparedGroup:
+    if rules.filter_overlong:
+        kept = [place for place, trajectory in enumerate(valid) if not trajectory.cut]
+        counts["overlong_filtered"] += len(valid) - len(kept)
+        valid, advantages = [valid[place] for place in kept], [advantages[place] for place in kept]
     staleness: Counter[int] = Counter()
     for trajectory in valid:
         for sampled, tokens in trajectory.versions:
@@ -145,10 +151,11 @@ def _prepare(
             group_id=group_id,
             data=_arrays_only(trajectory.data),
             advantages=values,
-            token_weight=1.0 / trajectory.trained_tokens if rules.normalization == "sequences" else 1.0,
+            token_weight=_token_weight(trajectory, rules),
             trained_tokens=trajectory.trained_tokens,
             packed_tokens=trajectory.packed_tokens,
             prompt_length=trajectory.prompt_length,
+            episode_id=trajectory.episode_id,
         )
         for trajectory, values in zip(valid, advantages, strict=True)
         if computed
@@ -158,6 +165,17 @@ def _prepare(
     if without_logprob:
         counts["tokens_without_logprob"] += without_logprob
     return PreparedGroup(group_id, planned, policy_tokens, len(valid), counts, sorted(staleness.items()))
+
+
+def _token_weight(trajectory: FinishedEpisode, rules: AdvantageConfig) -> float:
+    match rules.normalization:
+        case "tokens":
+            return 1.0
+        case "sequences":
+            return 1.0 / trajectory.trained_tokens
+        case "constant":
+            assert rules.loss_length is not None, "the config checks it"
+            return 1.0 / rules.loss_length
 
 
 def _arrays_only(data: Trajectory | StoredTrajectory | None) -> Trajectory | StoredTrajectory | None:

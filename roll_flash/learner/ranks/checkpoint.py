@@ -35,10 +35,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from roll_flash.checked_files import Count, decode, read_checked
 from roll_flash.errors import CheckpointError
+from roll_flash.learner.ranks.weight_average import WeightAverage
 from roll_flash.processes.background import begin_in_background, in_thread
 from roll_flash.run.files import sync
 
 MANIFEST = "learner.json"
+_AVERAGE = "average"
 _FORMAT = 1
 
 
@@ -76,6 +78,9 @@ class Manifest(msgspec.Struct):
     format: int
     model: str = ""
     version: Count = 0
+    entropy_weight: float | None = None
+    entropy_applies: bool = True
+    """State of `EntropyControl`; none in checkpoints of older versions."""
     files: dict[str, Count] = {}
 
 
@@ -114,9 +119,14 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def begin_write(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, group: dist.ProcessGroup
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: WeightAverage | None,
+    rank: int,
+    group: dist.ProcessGroup,
 ) -> Future[Any]:
-    """Copy this rank's shard of weights and optimizer and write it in the background. A collective.
+    """Copy this rank's shard of weights, optimizer and average and write it in the background. A collective.
 
     After it returns, training may continue. `group` is used only by the background write. `finish_write` reports
     errors.
@@ -125,7 +135,8 @@ def begin_write(
     random_state = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
     try:
         torch.save(random_state, folder / f"random-{rank}.pt")
-        started = dcp.async_save({"model": weights, "optimizer": moments}, checkpoint_id=folder, process_group=group)
+        state = {"model": weights, "optimizer": moments} | ({} if average is None else {_AVERAGE: average.state()})
+        started = dcp.async_save(state, checkpoint_id=folder, process_group=group)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: cannot be written: {_last_line(error)}") from None
     assert isinstance(started, Future)
@@ -140,25 +151,40 @@ def finish_write(folder: Path, writing: Future[Any]) -> None:
         raise CheckpointError(f"{folder}: cannot be written: {_last_line(error)}") from None
 
 
-def read_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+def read_state(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    average: WeightAverage | None = None,
+) -> None:
     """Load a checkpoint of `begin_write` at any world size; a rank without a saved random state keeps its own.
 
-    Only the moments of the optimizer are loaded: weight decay and betas come from the current config.
+    Only the moments of the optimizer are loaded: weight decay and betas come from the current config. An average that
+    the checkpoint does not have begins with its weights.
     """
     weights, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": weights, "optimizer": {"state": optimizer_state["state"]}}
     random_file = folder / f"random-{rank}.pt"
     try:
+        if average is not None and _has_average(folder):
+            state[_AVERAGE] = average.state()
         dcp.load(state, storage_reader=SafeReader(folder), planner=SafePlanner())
         random_state = torch.load(random_file, weights_only=True) if random_file.exists() else None
     except (CheckpointException, OSError, RuntimeError, UnpicklingError) as error:
         raise CheckpointError(f"{folder}: cannot be read: {_last_line(error)}; use an older checkpoint") from None
     moments = {**optimizer_state, **state["optimizer"]}
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=moments)
+    if average is not None and _AVERAGE not in state:
+        average.restart()
     if random_state is not None:
         torch.set_rng_state(random_state["cpu"])
         if torch.cuda.is_available() and random_state["cuda"]:
             torch.cuda.set_rng_state_all(random_state["cuda"])
+
+
+def _has_average(folder: Path) -> bool:
+    return any(name.startswith(f"{_AVERAGE}.") for name in SafeReader(folder).read_metadata().state_dict_metadata)
 
 
 def _last_line(error: BaseException) -> str:

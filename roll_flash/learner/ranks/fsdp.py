@@ -35,6 +35,9 @@ from roll_flash.errors import (
     RollFlashError,
     first_line,
 )
+from roll_flash.learner.losses.entropy_control import EntropyControl
+from roll_flash.learner.losses.second_moment import limit_second_moment
+from roll_flash.learner.losses.shaping import shape_rewards
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.packing.sequences import (
     PlannedTrajectory,
@@ -119,6 +122,7 @@ class FsdpLearner:
         self._version = 0
         self._skipped_in_a_row = 0
         self._rules = AdvantageConfig.of(config)
+        self._entropy = EntropyControl(config.entropy_bonus)
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -198,6 +202,7 @@ class FsdpLearner:
         self._lost.clear()
         self._failure, self._left_busy = None, False
         self._version, self._skipped_in_a_row = 0, 0
+        self._entropy = EntropyControl(self._config.entropy_bonus)
         self._begin_step()
         places: dict[str, dict[str, Any]] = {}
         without: PlacementError | None = None
@@ -281,14 +286,16 @@ class FsdpLearner:
             await self._take(waiting)
         rate = self._scheduled(self._config.learning_rate)
         normalizer = self._normalizer()
-        count = self._config.minibatches
-        if count == 1:
-            return self._finish(normalizer, rate, [await self._update(normalizer, rate)])
-        updates = []
-        for part in split_minibatches(self._kept, count, (self._seed, self._version)):
-            await self._train_on_kept(part)
-            updates.append(await self._update(normalizer / count, rate))
-        return self._finish(normalizer, rate, updates)
+        if self._config.keeps_groups:
+            updates = await self._update_in_parts(normalizer, rate)
+        else:
+            updates = [await self._update(normalizer, rate)]
+        result = self._finish(normalizer, rate, updates)
+        if self._config.adaptive_entropy.target is not None:
+            result.metrics["entropy_bonus"] = self._entropy.bonus
+            entropy = result.metrics.get("entropy", math.nan)
+            await self._set_entropy(self._entropy.after(entropy, self._config.adaptive_entropy))
+        return result
 
     async def abandon_step(self) -> None:
         """See `LearnerEngine`. A begun update increases the version: no checkpoint is mislabelled."""
@@ -343,6 +350,8 @@ class FsdpLearner:
         if not self._totals.empty:
             raise LearnerError(f"{folder}: a checkpoint is written between steps, after finish_step")
         metadata = {"model": self._fingerprint, "version": self._version, "ranks": self._config.ranks}
+        if self._config.adaptive_entropy.target is not None:
+            metadata |= {"entropy_weight": self._entropy.weight, "entropy_applies": self._entropy.applies}
         return await self._in_background("begin_save", folder, manifest=metadata)
 
     async def load(self, folder: Path) -> None:
@@ -359,6 +368,8 @@ class FsdpLearner:
             self._kill(f"its state is half loaded: {error}")
             raise
         self._version = manifest.version
+        if self._config.adaptive_entropy.target is not None and manifest.entropy_weight is not None:
+            await self._set_entropy(EntropyControl(manifest.entropy_weight, manifest.entropy_applies))
         self._begin_step()
         self._skipped_in_a_row = 0
 
@@ -404,9 +415,9 @@ class FsdpLearner:
             self._node_folders = None
 
     async def _take(self, groups: Sequence[FinishedGroup]) -> None:
-        """Train on groups immediately; with several minibatches, the ranks only keep them with proximal logprobs."""
+        """Train on groups immediately, or let the ranks keep them, with proximal logprobs, until the step is full."""
         planned: list[PlannedTrajectory] = []
-        for prepared in prepare_groups(groups, self._version, self._rules):
+        for prepared in prepare_groups(await self._shaped(groups), self._version, self._rules):
             self._totals.add_group(prepared)
             self._kept[prepared.group_id] = sum(each.trained_tokens for each in prepared.planned)
             planned.extend(prepared.planned)
@@ -414,12 +425,43 @@ class FsdpLearner:
             return
         started = time.monotonic()
         shares = share_out(row_parts(planned, self._row_tokens), self._config.ranks)
-        if self._config.minibatches == 1:
+        if not self._config.keeps_groups:
             self._totals.add_rows(await self._on_shares("accumulate", shares))
             self._totals.forward_backward_s += time.monotonic() - started
         else:
             await self._on_shares("keep", shares)
             self._totals.prox_s += time.monotonic() - started
+
+    async def _shaped(self, groups: Sequence[FinishedGroup]) -> Sequence[FinishedGroup]:
+        """Return the groups with the rewards that advantages are computed of."""
+        if not self._config.shapes_rewards:
+            return groups
+        divergences = await self._divergences(groups) if self._config.kl.in_reward else {}
+        shaped = [shape_rewards(group, self._config, divergences) for group in groups]
+        for _, rewards in shaped:
+            self._totals.add_shaped(rewards)
+        return [group for group, _ in shaped]
+
+    async def _divergences(self, groups: Sequence[FinishedGroup]) -> dict[str, float]:
+        """Return the divergence from the reference of each valid trajectory, by its episode's id; see
+        `LearnerRank.divergences`."""
+        rules = AdvantageConfig(keep_without_signal=True)
+        planned = [each for group in prepare_groups(groups, self._version, rules) for each in group.planned]
+        if not planned:
+            return {}
+        started = time.monotonic()
+        shares = share_out(row_parts(planned, self._row_tokens), self._config.ranks)
+        found = await self._on_shares("divergences", shares)
+        self._totals.reference_s += time.monotonic() - started
+        in_order = (each.episode_id for share in shares for each in share)
+        return dict(zip(in_order, found, strict=True))
+
+    async def _limit_second_moment(self, limit: float) -> None:
+        """Leave out kept tokens of the step by the rule of M2PO, over all ranks together."""
+        timeout_s = self._config.step_timeout_s
+        moment = limit_second_moment(np.concatenate(await self._on_all("kept_log_ratios", timeout_s=timeout_s)), limit)
+        await self._on_all("limit_kept", moment.bound, timeout_s=timeout_s)
+        self._totals.second_moment = moment
 
     async def _train_on_kept(self, group_ids: Sequence[str]) -> None:
         started = time.monotonic()
@@ -434,6 +476,19 @@ class FsdpLearner:
         results = await self._gather(calls, method, self._config.step_timeout_s)
         return [result for found in results for result in found or ()]
 
+    async def _update_in_parts(self, normalizer: float, rate: float) -> list[UpdateRecord]:
+        if (limit := self._config.loss.second_moment_limit) is not None:
+            await self._limit_second_moment(limit)
+        count, updates = self._config.minibatches, []
+        for part in split_minibatches(self._kept, count, (self._seed, self._version)):
+            await self._train_on_kept(part)
+            updates.append(await self._update(normalizer / count, rate))
+        return updates
+
+    async def _set_entropy(self, control: EntropyControl) -> None:
+        self._entropy = control
+        await self._on_all("set_entropy_bonus", control.bonus, timeout_s=self._config.step_timeout_s)
+
     async def _update(self, normalizer: float, rate: float) -> UpdateRecord:
         self._has_stepped = True
         updates: list[UpdateRecord] = await self._on_all(
@@ -444,6 +499,8 @@ class FsdpLearner:
 
     def _normalizer(self) -> int:
         normalizer = self._totals.normalizer(self._config.loss_normalization)
+        if normalizer == 0 and self._totals.was_filtered:
+            return 1  # nothing but episodes that were cut: a step without gradient, as one without signal
         if normalizer == 0:
             reason = f"there is nothing to step on: {self._totals.describe()}"
             self._begin_step()

@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +31,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 from roll_flash.config.sections.learner import OFFLOAD_ON_CPU, LearnerConfig
 from roll_flash.engines.inference import StagedWeights, WeightTransfer
 from roll_flash.errors import ConfigError, LearnerError, StreamError
-from roll_flash.learner.losses.objective import SINGLE_TOKEN, Objective, RowRecord
+from roll_flash.learner.losses.objective import SINGLE_TOKEN, Objective, RowRecord, bounded_log_ratio
+from roll_flash.learner.losses.second_moment import leave_out, outward_log_ratios
 from roll_flash.learner.model import lora
 from roll_flash.learner.model.compiled_layers import compile_layers
 from roll_flash.learner.model.policy_model import (
@@ -55,6 +58,7 @@ from roll_flash.learner.ranks.row_memory import (
     explained_states,
     longest_row,
 )
+from roll_flash.learner.ranks.weight_average import WeightAverage, local_part
 from roll_flash.learner.weights.channel import TRANSFER, TRANSFER_THREADS
 from roll_flash.learner.weights.device import DeviceWeightStage
 from roll_flash.learner.weights.staged import WeightStage, check_can_be_staged, whole_tensors
@@ -100,7 +104,7 @@ class LearnerRank:
         self._transfer = transfer
         self._max_length = max_length
         self._kept: dict[str, list[TrainSequence]] = {}
-        """Sequences of the step by group, with proximal log-probabilities; only with several minibatches."""
+        """Sequences of the step by group, with proximal log-probabilities; see `LearnerConfig.keeps_groups`."""
         self._store: dist.Store | None = None
         self._writing: dict[Path, Future[Any]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="write-model")
@@ -190,6 +194,7 @@ class LearnerRank:
         self._sync = GradientSync(policy, once_a_step=self._config.gradient_sync == "step", ranks=ranks)
         with explained_states():
             self._optimizer = open_optimizer(self._policy, self._config)
+            self._average = self._open_average()
         self._stage = self._open_stage()
         if self._rank == 0:
             self._stage.reserve()
@@ -227,9 +232,20 @@ class LearnerRank:
         found = self._fetch(planned)
         sequences = [each for of_one in found for each in of_one]
         owners = [each.group_id for each, of_one in zip(planned, found, strict=True) for _ in of_one]
-        rows, logprobs = self._logprobs(sequences, None)
+        with nullcontext() if self._average is None else self._average.in_place():
+            rows, logprobs = self._logprobs(sequences, self._objective.logprobs)
         for group_id, sequence in zip(owners, with_prox_logprobs(sequences, rows, logprobs), strict=True):
             self._kept.setdefault(group_id, []).append(sequence)
+
+    def kept_log_ratios(self) -> NDArray[np.float32]:
+        """Return the log-ratios of the kept tokens that `limit_second_moment` is about, in any order."""
+        found = [outward_log_ratios(each) for sequences in self._kept.values() for each in sequences]
+        log_ratios: NDArray[np.float32] = np.concatenate([*found, np.empty(0, np.float32)])
+        return np.compress(log_ratios != 0, log_ratios)
+
+    def limit_kept(self, bound: float) -> None:
+        """Leave out of the policy loss what is beyond `SecondMoment.bound`."""
+        self._kept = {name: [leave_out(each, bound) for each in found] for name, found in self._kept.items()}
 
     def accumulate_kept(self, group_ids: Sequence[str]) -> list[RowRecord]:
         """Like `accumulate`, on groups that `keep` has prepared; drops them. A collective."""
@@ -238,8 +254,19 @@ class LearnerRank:
     def text_logprobs(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]:
         """Return the log-probabilities [T] of each sequence under the current weights, at temperature 1. A
         collective."""
-        found = with_prox_logprobs(sequences, *self._logprobs(sequences, 1.0))
+        of_row = partial(self._objective.logprobs, temperature=1.0)
+        found = with_prox_logprobs(sequences, *self._logprobs(sequences, of_row))
         return [each.prox_logprobs for each in found if each.prox_logprobs is not None]
+
+    def divergences(self, planned: Sequence[PlannedTrajectory]) -> list[float]:
+        """Return, for each trajectory, the sum of log mu - log pi_reference over its policy tokens, mu being the policy
+        that sampled: k1, the unbiased estimate of the divergence from the reference. A collective."""
+        found = self._fetch(planned)
+        sequences = [each for of_one in found for each in of_one]
+        by_reference = iter(
+            with_prox_logprobs(sequences, *self._logprobs(sequences, self._objective.reference_logprobs))
+        )
+        return [sum(_divergence(next(by_reference)) for _ in of_one) for of_one in found]
 
     def _fetch(self, planned: Sequence[PlannedTrajectory]) -> list[list[TrainSequence]]:
         """Return the sequences of each trajectory, once all ranks have theirs: one that failed joins no pass."""
@@ -262,12 +289,12 @@ class LearnerRank:
         return [*rows, *[None] * (self._largest(len(rows)) - len(rows))]
 
     def _logprobs(
-        self, sequences: Sequence[TrainSequence], temperature: float | None
+        self, sequences: Sequence[TrainSequence], of_row: Callable[[PackedRow], Tensor]
     ) -> tuple[list[PackedRow], list[NDArray[np.float32]]]:
-        """Return rows and the logprobs of their policy tokens. `temperature` None: the sampler's."""
+        """Return rows and the logprobs of their policy tokens, computed by `of_row`."""
         rows, found = [], []
         for row in self._passes(sequences):
-            logprobs = self._objective.logprobs(SINGLE_TOKEN if row is None else row, temperature)
+            logprobs = of_row(SINGLE_TOKEN if row is None else row)
             if row is not None:
                 rows.append(row)
                 found.append(logprobs.cpu().numpy())
@@ -292,7 +319,7 @@ class LearnerRank:
         for parameter in self._trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = [_local(p.grad) for p in self._trained if p.grad is not None]
+        gradients = [local_part(p.grad) for p in self._trained if p.grad is not None]
         # FSDP averages gradients over the ranks, but the loss is a sum over them.
         scale = dist.get_world_size() / normalizer
         norm = self._total_norm() * scale
@@ -302,8 +329,13 @@ class LearnerRank:
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
             self._optimizer.step()
+            if self._average is not None:
+                self._average.update()
         self._optimizer.zero_grad()
         return UpdateRecord(grad_norm=norm, skipped=skipped, seconds=time.perf_counter() - started)
+
+    def set_entropy_bonus(self, bonus: float) -> None:
+        self._objective.entropy_bonus = bonus
 
     def abandon(self) -> None:
         """Discard the gradient of the current step. A collective."""
@@ -342,7 +374,7 @@ class LearnerRank:
     def begin_save(self, folder: Path) -> None:
         """Copy this rank's part of a checkpoint and write it in the background. A collective."""
         self._writing[folder] = checkpoint.begin_write(
-            folder, self._policy, self._optimizer, self._rank, self._background
+            folder, self._policy, self._optimizer, self._average, self._rank, self._background
         )
 
     def has_written(self, folder: Path) -> bool:
@@ -358,7 +390,7 @@ class LearnerRank:
     def load(self, folder: Path) -> None:
         """Load a checkpoint; discards the current step. A collective."""
         self.abandon()
-        checkpoint.read_state(folder, self._policy, self._optimizer, self._rank)
+        checkpoint.read_state(folder, self._policy, self._optimizer, self._rank, self._average)
 
     def begin_export(self, folder: Path) -> None:
         """Copy the weights; the first rank writes a Hugging Face folder in the background. A collective."""
@@ -414,6 +446,12 @@ class LearnerRank:
             said = check_longest_row(run_row, tokens, counters, later_bytes=later_bytes, largest=self._largest, key=key)
         self.abandon()
         return said
+
+    def _open_average(self) -> WeightAverage | None:
+        if self._config.proximal_decay is None:
+            return None
+        trained = {name: each for name, each in self._policy.named_parameters() if each.requires_grad}
+        return WeightAverage(trained, self._config.proximal_decay)
 
     def _open_stage(self) -> WeightStage | DeviceWeightStage:
         model, dtype = self._policy.model, torch.bfloat16 if self._on_gpu else torch.float32
@@ -488,5 +526,8 @@ def _flex_attention_works(device: torch.device, model: PreTrainedModel) -> bool:
     return reason is None
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _divergence(sequence: TrainSequence) -> float:
+    """Return the sum over policy tokens of a sequence whose `prox_logprobs` are those of the reference."""
+    assert sequence.prox_logprobs is not None
+    difference = (sequence.behavior_logprobs - sequence.prox_logprobs)[sequence.policy_mask]
+    return float(bounded_log_ratio(difference).sum())

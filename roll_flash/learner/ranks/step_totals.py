@@ -10,6 +10,8 @@ from typing import Literal
 import numpy as np
 
 from roll_flash.learner.losses.objective import RowRecord, by_staleness, off_policy_metrics, staleness_metrics
+from roll_flash.learner.losses.second_moment import SecondMoment
+from roll_flash.learner.losses.shaping import ShapedReward
 from roll_flash.learner.packing.rows import TrainSequence
 from roll_flash.learner.packing.sequences import PreparedGroup
 
@@ -21,11 +23,14 @@ class StepTotals:
         self.policy_tokens = 0
         self.sequences = 0
         self.prox_s = 0.0
+        self.reference_s = 0.0
         self.forward_backward_s = 0.0
         self.staging_s = 0.0
+        self.second_moment: SecondMoment | None = None
         self._counts: Counter[str] = Counter()
         self._ages: Counter[int] = Counter()
         self._records: list[RowRecord] = []
+        self._shaped: list[ShapedReward] = []
         self._waiting = 0
         self._checked = 0
 
@@ -33,7 +38,12 @@ class StepTotals:
     def empty(self) -> bool:
         return self.policy_tokens == 0 and not self._counts and not self._waiting
 
-    def normalizer(self, normalization: Literal["tokens", "sequences"]) -> int:
+    @property
+    def was_filtered(self) -> bool:
+        """Return true if trajectories of the step were left out because they were cut."""
+        return self._counts["overlong_filtered"] > 0
+
+    def normalizer(self, normalization: Literal["tokens", "sequences", "constant"]) -> int:
         """Return the divisor of the step's gradient: policy tokens or sequences."""
         return self.policy_tokens if normalization == "tokens" else self.sequences
 
@@ -42,6 +52,9 @@ class StepTotals:
         self._ages.update(dict(prepared.staleness))
         self.policy_tokens += prepared.policy_tokens
         self.sequences += prepared.num_valid
+
+    def add_shaped(self, rewards: Iterable[ShapedReward]) -> None:
+        self._shaped.extend(rewards)
 
     def add_demonstrations(self, sequences: Sequence[TrainSequence]) -> None:
         self.policy_tokens += sum(int(sequence.policy_mask.sum()) for sequence in sequences)
@@ -88,6 +101,15 @@ class StepTotals:
         for name in names:
             total = sum(r.means[name] * n for r, n in zip(self._records, tokens, strict=True) if name in r.means)
             metrics[name] = total / max(1, sum(tokens))
+        if shaped := self._shaped:
+            metrics["shaped_reward"] = sum(each.reward for each in shaped) / len(shaped)
+            metrics["overlong_penalty"] = sum(each.penalty for each in shaped) / len(shaped)
+            if self.reference_s:
+                metrics["reference_s"] = self.reference_s
+                metrics["kl_reference"] = sum(each.divergence for each in shaped) / sum(each.tokens for each in shaped)
+        if (moment := self.second_moment) is not None:
+            metrics |= {"second_moment": moment.before, "second_moment_kept": moment.after}
+            metrics["left_out_fraction"] = moment.left_out / max(1, sum(tokens))
         if self._records and version is not None:
             metrics |= self._off_policy_metrics(version)
         return metrics

@@ -17,10 +17,10 @@ from roll_flash.planner.machines.communication import GATHERS_PER_ROW, all_reduc
 from roll_flash.planner.machines.hardware import Hardware
 from roll_flash.planner.machines.memory import (
     HALF,
-    MASTER,
     MOMENTS,
     cache_bytes,
     cache_bytes_per_token,
+    master_bytes,
     trained_parameters,
 )
 from roll_flash.planner.machines.publication import weight_times
@@ -73,7 +73,7 @@ def _speeds(config: Config, shape: ModelShape, hardware: Hardware, context: floa
     weights = weight_times(config, shape, hardware)
     train_s = _train_flops(config, shape, context) / flops
     gathered_s = gather_s(config, shape, hardware) / learner.micro_batch_tokens
-    states = (MASTER + MOMENTS) * trained_parameters(learner, shape) // ranks_of_copy(config)
+    states = (master_bytes(learner) + MOMENTS) * trained_parameters(learner, shape) // ranks_of_copy(config)
     return Speeds(
         request_s=REQUEST_S,
         token_s=ITERATION_S + weights_s - growth_s + sync_s,

@@ -13,7 +13,16 @@ from roll_flash.config.tree import Config
 from roll_flash.doctor import memory_bytes
 from roll_flash.errors import ModelError, PlacementError
 from roll_flash.models.shape import ModelShape, read_shape
-from roll_flash.planner.machines.memory import FULL, GIB, GRADIENT, HALF, MASTER, MOMENTS, MemoryUse, trained_parameters
+from roll_flash.planner.machines.memory import (
+    FULL,
+    GIB,
+    GRADIENT,
+    HALF,
+    MOMENTS,
+    MemoryUse,
+    master_bytes,
+    trained_parameters,
+)
 
 MATMUL_S, MATMUL_SIZE = 0.2, 1024
 
@@ -48,7 +57,7 @@ def _least(config: Config, shape: ModelShape, counts: Counter[Kind]) -> MemoryUs
     width = HALF if config.inference.dtype == "bfloat16" else FULL
     cache = int(config.inference.kv_cache_gib * GIB) if config.inference.engine == "vllm" else 0
     parts = {
-        "weights": MASTER * trained + FULL * frozen,
+        "weights": master_bytes(config.learner) * trained + FULL * frozen,
         "gradients": GRADIENT * trained,
         "moments": MOMENTS * trained,
         "servers": counts["server"] * width * shape.parameters,

@@ -58,6 +58,11 @@ def trained_parameters(learner: LearnerConfig, shape: ModelShape) -> int:
     return shape.adapter_parameters(learner.lora.rank, learner.lora.targets)
 
 
+def master_bytes(learner: LearnerConfig) -> int:
+    """Bytes of a trained parameter in float32, and in the average that is the proximal policy."""
+    return MASTER if learner.proximal_decay is None else 2 * MASTER
+
+
 def publishes_adapters(config: Config) -> bool:
     """True if servers get the factors of adapters, not whole weights."""
     lora = config.learner.lora
@@ -78,7 +83,7 @@ def rank_memory(config: Config, shape: ModelShape, width: int = HALF, *, is_firs
     trained, is_full = trained_parameters(learner, shape), not learner.lora.rank
     frozen = 0 if is_full else shape.parameters
     learner = learner.model_copy(update={"ranks": learner.shard_size or learner.ranks})  # that share one copy
-    states = (MASTER + MOMENTS) * trained // learner.ranks
+    states = (master_bytes(learner) + MOMENTS) * trained // learner.ranks
     # With one synchronization per step, each rank keeps the gradient of all weights.
     gradients = GRADIENT * trained // (learner.ranks if learner.gradient_sync == "row" else 1)
     tokens, transfer = row_tokens(config), config.inference.weight_transfer

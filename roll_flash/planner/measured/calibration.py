@@ -211,7 +211,7 @@ def _report_s(recording: Recording) -> float:
 
 def computes_late(config: Config) -> bool:
     """True if gradients are computed only when the last group of a step has come."""
-    return config.learner.minibatches > 1 or AdvantageConfig.of(config.learner).needs_whole_batch
+    return config.learner.keeps_groups or AdvantageConfig.of(config.learner).needs_whole_batch
 
 
 def _with_background(speeds: Speeds, recording: Recording, slowed: float) -> Speeds:
