@@ -24,6 +24,14 @@ check_compiler() {
         >>"$log" 2>&1 </dev/null || fail "apt-get install $packages failed; see $log"
 }
 
+install() {
+    "$base" -m pip --python "$venv/bin/python" --disable-pip-version-check --no-input install --no-deps "$@" \
+        >>"$log" 2>&1 </dev/null && return
+    echo "failed"
+    grep -v '^WARNING: Location' "$log" | tail -n 15 >&2
+    fail "the packages of the adapters cannot be installed; all of pip's output is in $log"
+}
+
 site_of() {
     "$1" -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 }
@@ -35,10 +43,8 @@ rm -rf "$venv"
 : >"$log"
 check_compiler
 echo "import site; site.addsitedir('$(site_of "$base")')" >"$(site_of "$venv/bin/python")/below.pth"
-"$base" -m pip --python "$venv/bin/python" --disable-pip-version-check --no-input install --no-deps \
-    -r "$here/adapters.txt" >>"$log" 2>&1 </dev/null || {
-    echo "failed"
-    grep -v '^WARNING: Location' "$log" | tail -n 15 >&2
-    fail "the packages of the adapters cannot be installed; all of pip's output is in $log"
-}
+install -r "$here/adapters.txt"
+# MCP servers run in sandboxes, into which the tests put these folders.
+install --target "$venv/mcp-servers" -r "$here/mcp_servers.txt"
+install --target "$venv/mcp-servers-1" -r "$here/mcp_servers_1.txt"
 echo "$(($(date +%s) - began)) s"

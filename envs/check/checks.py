@@ -24,7 +24,7 @@ from roll_flash.envs.check.leftovers import Snapshot, adopting_orphans, own_temp
 from roll_flash.envs.check.play import Agent, PlayedEpisode, Player
 from roll_flash.envs.hosting.environments import is_deterministic
 from roll_flash.errors import ConfigError
-from roll_flash.sandboxes import list_sandboxes
+from roll_flash.sandboxes import SandboxSpec, list_sandboxes
 
 Status = Literal["pass", "fail", "skip"]
 TOLERANCE = 1e-6
@@ -78,14 +78,15 @@ def check_environment(
     provider: str = "auto",
     seeds: int = DEFAULT_SEEDS,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    spec: SandboxSpec | None = None,
 ) -> EnvReport:
-    """Play the environment with every agent on `seeds` tasks each.
+    """Play the environment with every agent on `seeds` tasks each, in sandboxes of `spec` if it has none of its own.
 
     Raises ConfigError if it cannot be made, SandboxError if it needs a sandbox and none can be started.
     """
     if seeds < 2:
         raise ConfigError("envs check: --seeds must be at least 2")
-    return asyncio.run(_check(env_id, dict(kwargs or {}), provider, range(seeds), timeout_s))
+    return asyncio.run(_check(env_id, dict(kwargs or {}), provider, range(seeds), timeout_s, spec))
 
 
 @dataclass(slots=True)
@@ -106,19 +107,20 @@ class _Episodes:
 
 
 async def _check(
-    env_id: str, kwargs: dict[str, Any], provider: str, seeds: Sequence[int], timeout_s: float
+    env_id: str, kwargs: dict[str, Any], provider: str, seeds: Sequence[int], timeout_s: float, spec: SandboxSpec | None
 ) -> EnvReport:
     run = f"env-check-{os.getpid()}-{time.time_ns()}"
+    new_player = partial(Player, env_id, kwargs, provider=provider, timeout_s=timeout_s, run=run, spec=spec)
     with own_temporary_folder() as temporary, adopting_orphans():
         at_first = Snapshot.take(temporary)
-        async with Player(env_id, kwargs, provider=provider, timeout_s=timeout_s, run=run) as player:
+        async with new_player() as player:
             env, _ = await _open(player, env_id)
             has_oracle = callable(getattr(env.unwrapped, "oracle", None))
             declared = is_deterministic(env.unwrapped)
             await player.play(agents.constant_text(""), seeds[0])
         # Threads and processes that a library starts at its first use do not count as leftovers; files do.
         before = replace(Snapshot.take(temporary), files=at_first.files)
-        async with Player(env_id, kwargs, provider=provider, timeout_s=timeout_s, run=run) as player:
+        async with new_player() as player:
             broken = await contract_broken(player, seeds[0], timeout_s)
             episodes = None if broken else await _play_all(player, seeds, has_oracle)
         left = await asyncio.to_thread(_leftovers, before, temporary, run)

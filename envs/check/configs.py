@@ -9,6 +9,7 @@ from roll_flash.chat.tokenizer import load_tokenizer
 from roll_flash.config.tree import Config, load_config
 from roll_flash.envs.check.checks import EnvReport, check_environment
 from roll_flash.envs.check.datasets import Room, check_data_set
+from roll_flash.envs.hosting.sandbox_lease import default_spec
 from roll_flash.envs.task_sources import first_tasks
 from roll_flash.errors import ModelError
 from roll_flash.models.prepare import resolve_model
@@ -25,8 +26,9 @@ def check_config(
     config = load_config(file, overrides)
     with_rows = [env for env in config.envs if env.data is not None]
     room = _room(config) if with_rows else None
+    spec = default_spec(config.sandbox)
     played = (
-        check_environment(task.env_id, task.kwargs, provider=provider, seeds=seeds, timeout_s=timeout_s)
+        check_environment(task.env_id, task.kwargs, provider=provider, seeds=seeds, timeout_s=timeout_s, spec=spec)
         for task in first_tasks(config)
     )
     model = None if room is None else config.model

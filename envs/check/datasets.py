@@ -234,7 +234,7 @@ async def _score(env: EnvConfig, source: DatasetTasks, names: set[str]) -> tuple
 
 async def _values_of_the_right_answer(kwargs: Mapping[str, Any], names: set[str]) -> Mapping[str, float]:
     rewards = [one for one in kwargs["rewards"] if one["name"] in names]
-    played = DatasetEnv(**{**kwargs, "rewards": rewards, "tools": ()})
+    played = DatasetEnv(**{**kwargs, "rewards": rewards, "tools": (), "mcp_servers": {}})
     await played.begin(0)
     return await played.score_answer(await played.oracle())
 

@@ -49,8 +49,19 @@ class PlayedEpisode:
 class Player:
     """Plays episodes of one environment. Use it with `async with`, which closes its sandboxes at the end."""
 
-    def __init__(self, env_id: str, kwargs: Mapping[str, Any], *, provider: str, timeout_s: float, run: str) -> None:
+    def __init__(
+        self,
+        env_id: str,
+        kwargs: Mapping[str, Any],
+        *,
+        provider: str,
+        timeout_s: float,
+        run: str,
+        spec: SandboxSpec | None = None,
+    ) -> None:
+        """`spec`: of the sandbox of an environment that has none of its own."""
         self._env_id = env_id
+        self._spec = spec or SandboxSpec()
         self._kwargs = dict(kwargs)
         self._timeout_s = timeout_s
         self._pool = SandboxPool(provider=provider, size=0, run=run)
@@ -67,7 +78,7 @@ class Player:
         inner = env.unwrapped
         if not isinstance(inner, SandboxEnv):
             return env, None
-        lease = LazySandbox(self._pool, lambda: inner.sandbox_spec or SandboxSpec())
+        lease = LazySandbox(self._pool, lambda: inner.sandbox_spec or self._spec)
         inner.sandbox = lease
         return env, lease
 

@@ -20,9 +20,12 @@ from roll_flash.types import Message
 
 LOADING_S = 300.0
 """Maximum seconds to import what a reward needs; it may load a model."""
-KWARGS = ("answer_in", "tools", "max_turns")
+PER_ROW = ("answer_in", "tools", "max_turns")
+NEVER_IN_ROWS = ("mcp_servers", "mcp_allow")
+"""Arguments of an environment with which a data set from elsewhere could make a worker call any host."""
+KWARGS = (*PER_ROW, *NEVER_IN_ROWS)
 """Keyword arguments of Dataset-v0 that an entry of `envs` can set; the others come from rows."""
-ROW_KWARGS = (*KWARGS, "reward")
+ROW_KWARGS = (*PER_ROW, "reward")
 """What a row of Dataset-v0 can set for itself; `reward`: names of rewards of the entry."""
 
 
@@ -175,6 +178,8 @@ def task_arguments(env: EnvConfig, row: Mapping[str, Any], place: object) -> dic
     own = _own_kwargs(env, row, place)
     chosen = environment_of(env, row, place)
     if chosen != DATASET_ENV:
+        if refused := [name for name in NEVER_IN_ROWS if name in (own if data.kwargs_column else row)]:
+            raise ConfigError(f"{place}: a row cannot set {refused[0]!r}; write it into kwargs of the entry of envs")
         base = env.kwargs if chosen == env.id else {}
         if data.kwargs_column is not None:
             return {**base, **own}

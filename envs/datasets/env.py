@@ -42,7 +42,7 @@ OUTPUT_MARGIN, MAX_OUTPUT = 1 << 17, 1 << 24
 class DatasetEnv(ToolEnv):
     """Arguments: `messages`, `answer`, `row`, `rewards` (all from the row); `answer_in`, where the model's text has its
     answer: `tag` (in `<answer>`, else the whole text), `boxed`, `last_number` or `text`; `tools`, functions that the
-    model may call (`file.py:NAME`); `max_turns`."""
+    model may call (`file.py:NAME`); `max_turns`; `mcp_servers` and `mcp_allow`, as in `ToolEnv`."""
 
     def __init__(
         self,
@@ -53,9 +53,11 @@ class DatasetEnv(ToolEnv):
         answer_in: AnswerIn = "tag",
         tools: Sequence[str] = (),
         max_turns: int = 8,
+        mcp_servers: Mapping[str, Mapping[str, Any]] | None = None,
+        mcp_allow: Sequence[str] | None = None,
     ) -> None:
-        self._own_tools = {tool.name: tool for tool in (make_tool(load_function(one, "tools")) for one in tools)}
-        super().__init__(max_turns=max_turns)
+        self._functions = {tool.name: tool for tool in (make_tool(load_function(one, "tools")) for one in tools)}
+        super().__init__(max_turns=max_turns, mcp_servers=mcp_servers, mcp_allow=mcp_allow)
         if answer_in not in ANSWER_IN:
             raise ConfigError(f"Dataset-v0: answer_in {answer_in!r} is none of {', '.join(ANSWER_IN)}")
         self._messages, self._expected, self._row = [dict(one) for one in messages], answer, dict(row or {})
@@ -117,8 +119,8 @@ class DatasetEnv(ToolEnv):
         raise EnvError(f"{IN_SANDBOX} need a sandbox; `make_dataset_env` chooses the environment that has one")
 
     @property
-    def _tools(self) -> Mapping[str, Tool]:
-        return self._own_tools
+    def _own_tools(self) -> Mapping[str, Tool]:
+        return self._functions
 
     @property
     def _rubric(self) -> Rubric:
@@ -126,7 +128,7 @@ class DatasetEnv(ToolEnv):
 
 
 class SandboxDatasetEnv(DatasetEnv, SandboxToolEnv):
-    """A `DatasetEnv` whose answers are Python programs that are tested in the sandbox."""
+    """A `DatasetEnv` with a sandbox, for answers that are Python programs and for MCP servers that run in it."""
 
     _step_began: float | None = None
     """On the clock `time.monotonic()`; None outside of a step."""
@@ -196,9 +198,10 @@ print({word!r})
 
 
 def make_dataset_env(**kwargs: Any) -> DatasetEnv:
-    """Make the environment of a row, with a sandbox if one of its rewards needs that."""
-    rewards = kwargs.get("rewards", ())
-    needs_sandbox = any(one.get("function") == IN_SANDBOX for one in rewards)
+    """Make the environment of a row, with a sandbox if one of its rewards or MCP servers needs that."""
+    servers = (kwargs.get("mcp_servers") or {}).values()
+    needs_sandbox = any(one.get("function") == IN_SANDBOX for one in kwargs.get("rewards", ()))
+    needs_sandbox = needs_sandbox or any("command" in one for one in servers)
     return SandboxDatasetEnv(**kwargs) if needs_sandbox else DatasetEnv(**kwargs)
 
 

@@ -33,7 +33,7 @@ def try_rewards(kwargs: Mapping[str, Any], place: str) -> None:
         if name == IN_SANDBOX:
             check_code_of_tests(kwargs["answer"], place)
             continue
-        played = DatasetEnv(**{**kwargs, "rewards": [reward], "tools": ()})
+        played = DatasetEnv(**{**kwargs, "rewards": [reward], "tools": (), "mcp_servers": {}})
         for answer, where in ((None, f"the right answer of {place}"), (WRONG_ANSWER, f"{WRONG_ANSWER!r} at {place}")):
             try:
                 work = partial(_score_one, played, answer)

@@ -37,6 +37,8 @@ UNKNOWN = "(unknown)"
 """Name under which calls of unknown tools are counted."""
 
 ANSWER_TAG = "answer"
+RESERVED_NAMES = (ANSWER_TAG, "tool_call", "think")
+"""Names that no tool can have, because they mean something else in a model's text."""
 
 _LLAMA_START = re.compile(r'\s*+(?:<\|python_tag\|>)?\s*+(?=\{\s*+"(?:name|type|function)")')
 _MISTRAL = "[TOOL_CALLS]"

@@ -37,6 +37,10 @@ class WrongArguments(Exception):
     """Arguments that do not fit the tool. The message is shown to the model."""
 
 
+class ToolError(Exception):
+    """A call that failed. The message is shown to the model as it is, without the name of a type."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolOptions:
     timeout_s: float = TOOL_TIMEOUT_S
@@ -86,22 +90,20 @@ class Tool(ToolDescription):
     function: Callable[..., Any]
     """A method of the environment (the environment is its first argument) or a plain function, see `takes_env`."""
     takes_env: bool
-    _model: type[pydantic.BaseModel]
+    validate: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """Returns the arguments converted to the types of the tool; raises pydantic.ValidationError."""
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments converted to the signature's types. Raises WrongArguments."""
+        """Return the arguments converted to the types of the tool. Raises WrongArguments."""
         try:
-            checked = self._model.model_validate(dict(arguments))
+            return self.validate(arguments)
         except pydantic.ValidationError as error:
             raise WrongArguments(f"{self.name}: {_say(error)}. It takes {self._signature()}") from None
-        return {name: getattr(checked, name) for name in self._model.model_fields}
 
     def _signature(self) -> str:
-        if not self._model.model_fields:
-            return "no arguments"
         required = self.parameters.get("required", ())
-        names = [name if name in required else f"{name} (optional)" for name in self._model.model_fields]
-        return ", ".join(names)
+        names = [name if name in required else f"{name} (optional)" for name in self.argument_names]
+        return ", ".join(names) or "no arguments"
 
 
 def options_of(function: Any) -> ToolOptions | None:
@@ -119,15 +121,20 @@ def make_tool(function: Callable[..., Any], *, takes_env: bool = False) -> Tool:
         raise ToolDefinitionError(f"tool {name}: it has no docstring; the model reads it to know what the tool does")
     about = {parameter.arg_name: parameter.description for parameter in documentation.params}
     model = _arguments_model(name, function, about, takes_env)
+
+    def validate(arguments: Mapping[str, Any]) -> dict[str, Any]:
+        checked = model.model_validate(dict(arguments))
+        return {name: getattr(checked, name) for name in model.model_fields}
+
     parts = (documentation.short_description, documentation.long_description)
     return Tool(
         name=name,
         description="\n".join(part.strip() for part in parts if part),
-        parameters=_without_titles(model.model_json_schema()),
+        parameters=without_titles(model.model_json_schema()),
         options=options,
         function=function,
         takes_env=takes_env,
-        _model=model,
+        validate=validate,
     )
 
 
@@ -164,13 +171,13 @@ def _arguments_model(
     return model
 
 
-def _without_titles(schema: Any) -> Any:
+def without_titles(schema: Any) -> Any:
     """Remove the titles that pydantic adds and the model does not need. A property named `title` stays."""
     if isinstance(schema, list):
-        return [_without_titles(item) for item in schema]
+        return [without_titles(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {key: _without_titles(value) for key, value in schema.items() if key != "title" or isinstance(value, dict)}
+    kept = {key: without_titles(value) for key, value in schema.items() if key != "title" or isinstance(value, dict)}
     return kept
 
 

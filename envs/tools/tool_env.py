@@ -21,8 +21,9 @@ from typing import Any, ClassVar
 from roll_flash.chat.model_text import cut_middle, last_answer
 from roll_flash.envs.base import Env, Observation, SandboxEnv, StepResult
 from roll_flash.envs.rewards.functions import TOLERANCE, Rubric
-from roll_flash.envs.tools.calls import ANSWER_TAG, BadCall, ToolCall, parse_tool_calls
-from roll_flash.envs.tools.functions import Tool, ToolDefinitionError, WrongArguments, make_tool, options_of
+from roll_flash.envs.tools.calls import RESERVED_NAMES, BadCall, ToolCall, parse_tool_calls
+from roll_flash.envs.tools.functions import Tool, ToolDefinitionError, ToolError, WrongArguments, make_tool, options_of
+from roll_flash.envs.tools.mcp.servers import McpServers
 from roll_flash.envs.tools.prompt import (
     ToolFormat,
     describe_tools,
@@ -97,6 +98,10 @@ class ToolEnv(Env):
     """Plain functions that are also tools."""
     rewards: ClassVar[Sequence[Callable[..., Any]]] = ()
     """Functions of the environment that are also rewards."""
+    mcp_servers: Mapping[str, Mapping[str, Any]] = {}
+    """MCP servers whose tools are tools too, by name; `McpServer` has the keys of one. They start after `begin`."""
+    mcp_allow: Sequence[str] = ()
+    """Hosts that `mcp_servers` may be at: `host:port`, as in `SandboxSpec.allow`."""
     instructions: str = ""
     """Start of the system message; the description of the tools follows."""
     tool_format: ToolFormat = "native"
@@ -110,12 +115,25 @@ class ToolEnv(Env):
     final_answer: str | None = None
     last_calls: Sequence[CallOutcome] = ()
 
-    def __init__(self, *, tool_format: ToolFormat | None = None, max_turns: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        tool_format: ToolFormat | None = None,
+        max_turns: int | None = None,
+        mcp_servers: Mapping[str, Mapping[str, Any]] | None = None,
+        mcp_allow: Sequence[str] | None = None,
+    ) -> None:
         self.tool_format = known_format(tool_format or self.tool_format, type(self).__name__)
         if max_turns is not None:
             self.max_turns = max_turns
         if self.max_turns < 1:
             raise ConfigError(f"{type(self).__name__}: max_turns must be at least 1")
+        if mcp_servers is not None:
+            self.mcp_servers = mcp_servers
+        if mcp_allow is not None:
+            self.mcp_allow = mcp_allow
+        if self._servers.are_outside:
+            self.nondeterministic = True  # a repeated call could have its effect twice
         _ = self._tools  # raises for wrong definitions
 
     async def begin(self, seed: int) -> Observation:
@@ -158,9 +176,12 @@ class ToolEnv(Env):
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[list[Message], dict[str, Any]]:
+        await self._servers.close()
         self._episode = _Episode()
         self.success, self.final_answer, self.last_calls = None, None, ()
         task = await self.begin(random.randrange(1 << 30) if seed is None else seed)
+        limit_s = MAX_TOOLS_SHARE_OF_STEP * self.step_timeout_s
+        await self._servers.open(getattr(self, "sandbox", None), self._own_tools, limit_s)
         messages: list[Message] = [{"role": "user", "content": task}] if isinstance(task, str) else list(task)
         return self._with_system(messages), tool_info(list(self._tools.values()), self.tool_format)
 
@@ -175,6 +196,9 @@ class ToolEnv(Env):
         info["rewards"] = {**of_turn.values, **info.get("rewards", {})}
         return observation or "", of_turn.total + final, terminated, truncated, info
 
+    async def close(self) -> None:
+        await self._servers.close()
+
     async def conclude(self) -> tuple[float, dict[str, Any]]:
         """Return the final rewards of the episode in its current state."""
         final = await self._rubric.score(self, "final")
@@ -184,7 +208,8 @@ class ToolEnv(Env):
         return final.total, {**self._tool_info(), "rewards": dict(final.values), "success": success}
 
     def _tool_info(self) -> dict[str, Any]:
-        return {"tools": {name: asdict(use) for name, use in self._episode.use.items()}}
+        ignored = {"mcp_ignored": self._servers.ignored} if self._servers.ignored else {}
+        return {"tools": {name: asdict(use) for name, use in self._episode.use.items()}, **ignored}
 
     async def _run_calls(self, calls: Sequence[ToolCall | BadCall]) -> Observation:
         began = time.monotonic()
@@ -242,6 +267,8 @@ class ToolEnv(Env):
                     f"{tool.name} took longer than {limit:.3g} s and was given up", timed_out=True
                 ) from None
             raise _ToolFailed(f"{tool.name} raised TimeoutError: {error}") from None
+        except ToolError as error:
+            raise _ToolFailed(str(error)) from None
         except (Exception, SystemExit) as error:  # a tool may raise anything
             if isinstance(error, EnvError) or (
                 isinstance(error, SandboxError) and not isinstance(error, SandboxFileError)
@@ -255,7 +282,17 @@ class ToolEnv(Env):
 
     @property
     def _tools(self) -> Mapping[str, Tool]:
+        """All tools by name; those of MCP servers only during an episode."""
+        return {**self._own_tools, **self._servers.tools} if self._servers.tools else self._own_tools
+
+    @property
+    def _own_tools(self) -> Mapping[str, Tool]:
         return _tools_of(type(self))  # type: ignore[arg-type]  # mypy takes a class for unhashable
+
+    @functools.cached_property
+    def _servers(self) -> McpServers:
+        has_sandbox = isinstance(self, SandboxEnv)
+        return McpServers(self.mcp_servers, self.mcp_allow, type(self).__name__, has_sandbox=has_sandbox)
 
     @property
     def _rubric(self) -> Rubric:
@@ -315,7 +352,7 @@ def _tools_of(env_type: type[Any]) -> Mapping[str, Tool]:
     tools = [*(make_tool(method, takes_env=True) for method in methods), *map(make_tool, env_type.tools)]
     found: dict[str, Tool] = {}
     for tool in tools:
-        if tool.name in (*found, ANSWER_TAG, "tool_call", "think"):
+        if tool.name in (*found, *RESERVED_NAMES):
             raise ToolDefinitionError(f"{env_type.__name__}: the tool name {tool.name!r} is taken; give another name")
         found[tool.name] = tool
     return found

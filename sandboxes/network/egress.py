@@ -13,7 +13,7 @@ import contextlib
 import logging
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from urllib.parse import urlsplit
@@ -79,7 +79,7 @@ class Egress:
         if not is_allowed(self._allow, host, port):
             raise _Refused
         found = await self._resolve(host, port)
-        good = [address for address in found if self._may_connect(address, port)]
+        good = [address for address in found if may_reach(self._allow, address, port)]
         if not good:
             self._warn_once(f"{host}:{port} leads to {', '.join(map(str, found))}", found, port)
             raise _Refused
@@ -104,11 +104,6 @@ class Egress:
         self._lookups.release()
         if not looking.cancelled():
             looking.exception()
-
-    def _may_connect(self, address: Address, port: int) -> bool:
-        if not may_connect(self._allow, address, port):
-            return False
-        return not (is_public(address) and is_local_address(address)) or is_allowed(self._allow, str(address), port)
 
     def _warn_once(self, what: str, found: list[Address], port: int) -> None:
         if what not in self._warned and len(self._warned) < MAX_WARNINGS:
@@ -190,6 +185,13 @@ def resolve(host: str, port: int) -> list[Address]:
 @cache
 def _resolvers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(LOOKUPS, thread_name_prefix="sandbox names")
+
+
+def may_reach(allow: Sequence[str], address: Address, port: int) -> bool:
+    """True if an allowed name may lead to this address: a public one that is not this machine's, or one listed too."""
+    if not may_connect(allow, address, port):
+        return False
+    return not (is_public(address) and is_local_address(address)) or is_allowed(allow, str(address), port)
 
 
 def is_local_address(address: Address) -> bool:

@@ -42,6 +42,7 @@ RUN_BY = {
         "python": "tests/stream/test_documentation.py",
         "yaml": "tests/stages/test_documentation.py",
     },
+    "docs/tools.md": dict.fromkeys(("sh", "yaml", "python"), "tests/envs/test_tool_docs.py"),
     "docs/tutorial.md": dict.fromkeys(("sh", "python"), "tests/test_tutorial.py"),
 }
 """By page and language: the test that runs its blocks (what takes long is at least parsed)."""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import uvicorn
 from aiohttp import web
+from served_app import served
 
 from roll_flash.envs.adapters.openenv import connection
 from roll_flash.envs.adapters.openenv.client import OpenEnv
@@ -20,23 +17,6 @@ from roll_flash.envs.check.checks import check_environment
 from roll_flash.errors import ConfigError, EnvError
 
 Steps = list[tuple[str, float, bool, dict[str, Any]]]
-
-
-@contextmanager
-def served(app: Any) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="websockets-sansio"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    try:
-        deadline_s = time.monotonic() + 60
-        while not server.started:
-            assert thread.is_alive(), "the server did not start"
-            assert time.monotonic() < deadline_s, "the server did not start in time"
-            time.sleep(0.02)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(timeout=30)
 
 
 def guessing_server(sessions: int = 4, *, number_only: bool = True) -> Any:

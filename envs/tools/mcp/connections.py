@@ -1,0 +1,163 @@
+"""How messages reach an MCP server: stdin and stdout of a command in the sandbox, or HTTP.
+
+A server is hostile: it is read only while a request waits for its answer, and within bounds. One that floods at other
+times waits on its full pipe. No task runs between two requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import logging
+import socket
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping, Sequence
+
+import aiohttp
+
+from roll_flash.envs.tools.functions import ToolError
+from roll_flash.sandboxes import Sandbox, SandboxError
+from roll_flash.sandboxes.client.commands import CommandStream
+from roll_flash.sandboxes.network.egress import may_reach
+
+logger = logging.getLogger("roll_flash.envs")
+
+MAX_ANSWER_BYTES, LINE_BYTES = 8 << 20, 100
+"""Most that a server may send while one request waits, each line counted as LINE_BYTES more."""
+STDERR_BYTES = 300
+CONNECT_S, CLOSE_S = 20.0, 3.0
+FAILED_STATUS = frozenset({401, 404, 408, 429})
+"""HTTP statuses below 500 with which a server has failed; with the others of 4xx it refuses one request."""
+
+
+class ServerLostError(Exception):
+    """The server has ended, or broke the protocol so that it cannot be used any more."""
+
+
+class StdioConnection:
+    """A command in the sandbox that reads and writes one message a line. Methods raise SandboxError too."""
+
+    def __init__(self, sandbox: Sandbox, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self._running = sandbox.stream(command, timeout=None, stdin=True, env=env)
+        self._stack = contextlib.AsyncExitStack()
+        self._stream: CommandStream | None = None
+        self._lines, self._unread, self._stderr = _Lines(ServerLostError), deque[bytes](), b""
+
+    async def exchange(self, message: bytes) -> AsyncGenerator[bytes, None]:
+        """Send a request and yield the messages that come then. Raises ServerLostError."""
+        self._lines.left = MAX_ANSWER_BYTES
+        await self.send(message)
+        assert self._stream is not None
+        while True:
+            while self._unread:  # also what came with the last answer
+                yield self._unread.popleft()
+            if (chunk := await self._stream.next()) is None:
+                break
+            is_message = chunk.source == "stdout"
+            self._unread += self._lines.feed(chunk.data if is_message else b"", len(chunk.data))
+            if not is_message:
+                self._stderr = (self._stderr + chunk.data)[-STDERR_BYTES:]
+        code = self._stream.result.exit_code if self._stream.result else None
+        said = self._stderr.decode(errors="replace").strip()
+        raise ServerLostError(f"it ended with exit code {code}{': ' if said else ''}{said}")
+
+    async def send(self, message: bytes) -> None:
+        """Send a message that has no answer."""
+        if self._stream is None:
+            self._stream = await self._stack.enter_async_context(self._running)
+        await self._stream.send(message + b"\n")
+
+    async def close(self) -> None:
+        """Kill the command and all that it started. Never raises."""
+        with contextlib.suppress(SandboxError):
+            await self._stack.aclose()
+
+
+class HttpConnection:
+    """A server outside of the sandbox (streamable HTTP): one POST a message, answered by JSON or by events."""
+
+    def __init__(self, url: str, allow: Sequence[str], api_key: str | None) -> None:
+        def allowed_socket(info: aiohttp.AddrInfoType) -> socket.socket:
+            """The last place before a connection, whatever names and addresses led here."""
+            family, kind, protocol, _, address = info
+            host, port = str(address[0]), int(address[1])
+            if not may_reach(allow, ipaddress.ip_address(host.partition("%")[0]), port):
+                raise OSError(errno.EACCES, f"its address {host} is not public, and mcp_allow does not name it")
+            return socket.socket(family, kind, protocol)
+
+        self._url = url
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(socket_factory=allowed_socket),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),  # callers have a deadline
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+        )
+        self.headers = {
+            "Accept": "application/json, text/event-stream",
+            "Accept-Encoding": "identity",
+            "Content-Type": "application/json",
+            **({} if api_key is None else {"Authorization": f"Bearer {api_key}"}),
+        }
+
+    async def exchange(self, message: bytes) -> AsyncGenerator[bytes, None]:
+        """Send a request and yield the messages that come then.
+
+        Raises ToolError for a request that is refused, ServerLostError for a server that has failed.
+        """
+        try:
+            async with self._http.post(self._url, data=message, headers=self.headers, allow_redirects=False) as answer:
+                if not 200 <= (status := answer.status) < 300:
+                    refused = 400 <= status < 500 and status not in FAILED_STATUS
+                    moved = answer.headers.get("Location", "")[:200]
+                    raise (ToolError if refused else ServerLostError)(f"it answered with HTTP status {status} {moved}")
+                if (session := answer.headers.get("Mcp-Session-Id")) is not None:
+                    self.headers.setdefault("Mcp-Session-Id", session)
+                is_events, lines, data = answer.content_type == "text/event-stream", _Lines(ToolError), list[bytes]()
+                async for chunk in answer.content.iter_any():
+                    for line in lines.feed(chunk, len(chunk)):
+                        if not is_events or line.startswith(b"data:"):
+                            data.append(line[5:] if is_events else line)
+                        elif not line.strip() and data:
+                            yield b"\n".join(data)
+                            data = []
+                if not is_events:
+                    yield b"\n".join([*data, lines.begun])
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerLostError(f"{type(error).__name__}: {error}") from None
+
+    async def send(self, message: bytes) -> None:
+        """Send a message that has no answer."""
+        async with contextlib.aclosing(self.exchange(message)) as answers:
+            await anext(answers, b"")
+
+    async def close(self) -> None:
+        """End the session on the server too, if it answers in time. Never raises."""
+        try:
+            if "Mcp-Session-Id" in self.headers and not self._http.closed:
+                async with asyncio.timeout(CLOSE_S), self._http.delete(self._url, headers=self.headers):
+                    pass
+        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+            logger.debug("MCP server %s did not end its session: %s", self._url, error)
+        finally:
+            await self._http.close()
+
+
+class _Lines:
+    """Cuts what a server sends into lines, in linear time. `left`: bytes that it may still send, else `error`."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.begun, self.left, self._error = bytearray(), MAX_ANSWER_BYTES, error
+
+    def feed(self, data: bytes, size: int) -> list[bytes]:
+        """Return the lines that `data` completes, without their end. `size` counts, also for other data."""
+        *ended, rest = data.split(b"\n")
+        self.left -= size + LINE_BYTES * len(ended)
+        if self.left < 0:
+            raise self._error(f"it sent more than {MAX_ANSWER_BYTES >> 20} MiB, or very many lines, for one request")
+        if ended:
+            ended[0] = bytes(self.begun + ended[0])
+            self.begun.clear()
+        self.begun += rest
+        return ended
