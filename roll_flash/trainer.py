@@ -355,7 +355,8 @@ class Trainer:
         self._system.metrics.log(version, metrics)
         self._system.episode_space.step_ended(version)
         span = publication.span() if publication else None
-        self._system.run_dir.log_timeline({**record.timeline(), "publication": span})
+        stages = self._system.stages.take_timeline()
+        self._system.run_dir.log_timeline({**record.timeline(), "publication": span, "stages": stages})
         self._progress.step(version, metrics, record.staleness())
         for finding in self._diagnosis.step(version, metrics, record.groups):
             self._progress.note(finding.line)

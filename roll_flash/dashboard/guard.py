@@ -93,4 +93,4 @@ def new_token() -> str:
 
 
 def address(port: int, token: str, **query: Any) -> str:
-    return f"http://127.0.0.1:{port}/?{urlencode({'token': token, **query})}"
+    return f"http://127.0.0.1:{port}/?{urlencode({'token': token, **query}, doseq=True)}"

@@ -132,6 +132,9 @@ def test_a_run_trains_on_what_judge_reward_model_and_a_class_of_the_user_say(
     assert last["weights/parity"] < 1e-3
     scores = list(read_lines(folder / "logs" / "stages.jsonl"))
     assert {line["stage"] for line in scores} == {"grade", "preference", "mine"}
+    worked = [span for line in read_lines(folder / "logs" / "timeline.jsonl") for span in line["stages"]]
+    assert {name for name, *_ in worked} == {"grade", "preference", "mine"}
+    assert sum(rows for name, *_, rows in worked if name == "grade") >= STEPS * GROUPS * (REPLICAS - 1)
     # The environment gives 2 for two turns; what was trained has 0.5 and the reward model's number on top.
     preferences = [line["score"] for line in scores if line["stage"] == "preference" and "score" in line]
     low, high = min(preferences), max(preferences)

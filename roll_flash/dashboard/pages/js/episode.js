@@ -12,7 +12,8 @@ export async function show(main, query, page) {
   const conversation = h("div", { class: "conversation" });
   const token = h("p", { class: "muted token-detail", role: "status" });
   const draw = (by) => conversation.replaceChildren(...episode.samples.map((sample, i) => drawSample(run, episode, sample, i, by, token)));
-  const by = query.get("colour") ?? "logprob";
+  const hasTexts = episode.samples.some((sample) => [...sample.turns, sample].some((part) => [part.tokens].flat().some((tokens) => tokens?.texts)));
+  const by = query.get("colour") ?? (hasTexts ? "logprob" : "none");
   const choose = (name) => {
     query.set("colour", name);
     page.remember(query);
