@@ -139,8 +139,10 @@ class Reports:
     def _fate(self, source: Source, group: str, episode: str) -> dict[str, Any]:
         with source.lock:
             source.fates.refresh()
-        advantages = source.fates.advantages(group, source.config())
-        return {**source.fates.of_group(group), "advantage": advantages.get(episode)}
+        fates = source.fates
+        advantage = fates.advantages(group, source.config()).get(episode)
+        reward = fates.rewards(group).get(episode)
+        return {**fates.of_group(group), "advantage": advantage, "trained_reward": reward}
 
     def message(self, run: str, episode: str, sample: int, message: int) -> str:
         source, row = self._find(run, episode)

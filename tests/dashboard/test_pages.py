@@ -12,7 +12,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 from served import Dashboard, serving
-from written_run import RecordedRun, trajectory
+from written_run import RecordedRun, ids_of, trajectory
 
 from roll_flash.diagnosis import diagnose
 from roll_flash.monitor.json_lines import JsonLinesFile
@@ -170,11 +170,27 @@ def test_an_episode_shows_its_tokens_in_colours_that_can_be_chosen(page: Page, d
     expect(tokens.last.locator("span").first).to_have_class("age1")
     tokens.last.locator("span").first.hover()
     expect(page.locator(".token-detail")).to_contain_text("version 0 · age 1")
+    tokens.last.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".token-detail")).to_contain_text(f"token {ids_of('The')[1]} ·")
     assert "colour=age" in page.url
     page.get_by_label("advantage").check()
     expect(tokens.last.locator("span").first).to_have_class(re.compile("up"))
     expect(page.get_by_role("region", name="rewards")).to_contain_text("format")
     expect(page.get_by_role("region", name="tools")).to_contain_text("shell")
+
+
+def test_a_reward_that_stages_changed_is_shown_beside_that_of_the_environment(
+    page: Page, dashboard: Dashboard, run: RecordedRun
+) -> None:
+    show(page, dashboard, "episode")
+    expect(page.get_by_role("region", name="rewards")).not_to_contain_text("as trained")
+    run.step([trajectory(f"judged-{n}", "g00000009", ["fine"], reward=0.25) for n in range(2)], stages_add=0.5)
+    show(page, dashboard, "episode", id="judged-0")
+    expect(page.get_by_role("region", name="rewards")).to_contain_text("as trained, after stages0.750")
 
 
 def test_tokens_without_a_tokenizer_are_text_first_and_numbers_where_a_colour_is_chosen(

@@ -124,14 +124,15 @@ class RecordedRun:
             tokenizer.decoder = decoders.Fuse()
             tokenizer.save(str(folder / "hf" / "tokenizer.json"))
 
-    def step(self, episodes: Sequence[Trajectory] = (), **metrics: float) -> None:
-        """Write what a step does: its episodes, what became of them, the learner's work, its metrics."""
+    def step(self, episodes: Sequence[Trajectory] = (), *, stages_add: float = 0.0, **metrics: float) -> None:
+        """Write what a step does: its episodes, what became of them, the learner's work, its metrics. `stages_add`:
+        what stages add to each reward."""
         step, begin_s = self.steps, BEGIN_S + self.steps * STEP_S
         given = list(episodes) or self.group(f"g{step:08d}", begin_s, step)
         groups: dict[str, list[list[Any]]] = {}
         for episode in given:
             self.episodes.write(step, episode)
-            groups.setdefault(episode.group_id, []).append([episode.episode_id, episode.reward])
+            groups.setdefault(episode.group_id, []).append([episode.episode_id, episode.reward + stages_add])
         self.episodes.sync()
         self._journal.write(
             {"event": "trained", "version": step + 1, "batches": [[*map(list, groups.items())]], "without_rows": []}

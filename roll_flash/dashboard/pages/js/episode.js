@@ -64,7 +64,8 @@ function replicas(run, episode) {
 function rewards(episode) {
   const named = Object.entries(episode.rewards && typeof episode.rewards === "object" ? episode.rewards : {});
   const turns = episode.samples[0].turns;
-  const rows = [...named.map(([name, value]) => [name, plain(value)]), ...(turns.length > 1 ? turns.map((turn, i) => [`turn ${i + 1}`, number(turn.reward)]) : [])];
+  const judged = (episode.trained_reward ?? episode.reward) === episode.reward ? [] : [["of the environment", number(episode.reward)], ["as trained, after stages", number(episode.trained_reward)]];
+  const rows = [...named.map(([name, value]) => [name, plain(value)]), ...judged, ...(turns.length > 1 ? turns.map((turn, i) => [`turn ${i + 1}`, number(turn.reward)]) : [])];
   return rows.length ? [panel("Rewards", h("div", { class: "narrow" }, table(["reward", "value#"], rows, { label: "rewards" })))] : [];
 }
 
@@ -120,6 +121,17 @@ function drawTokens(tokens, episode, by, detail) {
   });
   box.addEventListener("mouseover", (event) => {
     if (event.target.dataset.about) detail.textContent = event.target.dataset.about;
+  });
+  let here = null;
+  box.addEventListener("keydown", (event) => {
+    const next = { ArrowRight: here ? here.nextElementSibling : box.firstElementChild, ArrowLeft: here?.previousElementSibling }[event.key];
+    if (!next) return;
+    event.preventDefault();
+    here?.classList.remove("here");
+    here = next;
+    here.classList.add("here");
+    here.scrollIntoView({ block: "nearest" });
+    detail.textContent = here.dataset.about;
   });
   const notes = [];
   if (!tokens.texts) notes.push("Shown as numbers: the run has no tokenizer yet, it comes with the first checkpoint.");
