@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
@@ -15,8 +16,11 @@ from served import Dashboard, serving
 from written_run import RecordedRun, ids_of, trajectory
 
 from roll_flash.diagnosis import diagnose
+from roll_flash.monitor.episode_files.steps import step_file
+from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.monitor.status import new_status, write
+from roll_flash.run.learner_logprobs import write_logprobs
 
 HOSTILE = '"><img src=x onerror="document.title=1"><script>document.title=2</script><style>*{display:none}</style>'
 VIEWS: dict[str, dict[str, Any]] = {
@@ -181,6 +185,28 @@ def test_an_episode_shows_its_tokens_in_colours_that_can_be_chosen(page: Page, d
     expect(tokens.last.locator("span").first).to_have_class(re.compile("up"))
     expect(page.get_by_role("region", name="rewards")).to_contain_text("format")
     expect(page.get_by_role("region", name="tools")).to_contain_text("shell")
+
+
+def test_tokens_are_coloured_by_the_difference_of_learner_and_sampler_where_it_is_known(
+    page: Page, dashboard: Dashboard, run: RecordedRun
+) -> None:
+    show(page, dashboard, "episode")
+    expect(page.locator("pre.tokens")).to_have_count(2)
+    expect(page.get_by_label("learner minus sampler")).to_have_count(0)
+    (record,) = [
+        each for each in read_episodes(step_file(run.run_dir.episodes, 1)) if each["episode_id"].endswith("r1")
+    ]
+    said = np.array([value for value, own in zip(record["logprobs"], record["policy_mask"], strict=True) if own])
+    said[0] += 0.4
+    said[1] -= 2.0
+    write_logprobs(run.folder / "logs", 2, {(record["episode_id"], 0): said.astype(np.float32)})
+    page.reload()
+    page.get_by_label("learner minus sampler").check()
+    tokens = page.locator("pre.tokens").first.locator("span")
+    expect(tokens.nth(0)).to_have_class("up2")
+    expect(tokens.nth(1)).to_have_class("bad5")
+    tokens.nth(1).hover()
+    expect(page.locator(".token-detail")).to_contain_text("learner minus sampler −2")
 
 
 def test_a_reward_that_stages_changed_is_shown_beside_that_of_the_environment(

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from served import serving
+from served import Dashboard, serving
 from written_run import BEGIN_S, RecordedRun, trajectory
 
 from roll_flash.dashboard import episode_index
@@ -24,6 +24,7 @@ from roll_flash.monitor.episode_files.steps import open_step, remove_oldest
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.monitor.status import News, new_status, write
 from roll_flash.replay.recorded import find_episode
+from roll_flash.run.learner_logprobs import write_logprobs
 
 
 def error_of(answer: httpx.Response) -> str:
@@ -136,6 +137,21 @@ def test_an_episode_without_a_tokenizer_shows_numbers_and_a_dropped_group_its_re
         episode = dashboard.get("episode", run="recorded", id="lost")
     assert (episode["dropped"], episode["trained"], episode["advantage"]) == ("stale", None, None)
     assert episode["samples"][0]["turns"][0]["tokens"]["texts"] is None
+
+
+def test_tokens_are_compared_with_what_the_learner_said_of_them_if_it_was_recorded(run: RecordedRun) -> None:
+    def turns(dashboard: Dashboard, number: int) -> list[dict[str, Any]]:
+        (sample,) = dashboard.get("episode", run="recorded", id=f"g00000002-r{number}")["samples"]
+        return [turn["tokens"] for turn in sample["turns"]]
+
+    with serving(run.folder) as dashboard:
+        sampled = [value for turn in turns(dashboard, 1) for value in turn["logprobs"]]
+        said = (np.array(sampled) + np.arange(len(sampled)) / 100).astype(np.float32)
+        write_logprobs(run.folder / "logs", 3, {("g00000002-r1", 0): said, ("g00000002-r2", 0): said[1:]})
+        found = [value for turn in turns(dashboard, 1) for value in turn["differences"]]
+        assert found == pytest.approx(np.arange(len(sampled)) / 100, abs=1e-5)
+        assert [turn["differences"] for turn in turns(dashboard, 2)] == [None, None], "of another number of tokens"
+        assert [turn["differences"] for turn in turns(dashboard, 3)] == [None, None]
 
 
 def test_few_shot_answers_of_the_task_are_not_taken_for_turns(run: RecordedRun) -> None:
