@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from roll_flash.cli.main import main
-from roll_flash.cli.run_folder.diagnose import HELPED_BY_PLAN
 from roll_flash.diagnosis import diagnose
 from tests.diagnosis.catalogue import FAULTY, SOUND, Planted
 from tests.diagnosis.planted import make
@@ -30,18 +27,9 @@ def cases() -> list[ParameterSet]:
 
 @pytest.mark.ray
 @pytest.mark.parametrize("planted", cases())
-def test_a_new_run_with_a_planted_fault_is_told_from_a_sound_one(
-    planted: Planted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_run_with_a_planted_fault_is_told_from_a_sound_one(planted: Planted, tmp_path: Path) -> None:
     folder, shown = make(planted, tmp_path)
     found = diagnose(folder)
     assert [finding.name for finding in found[:1]] == list(planted.expected[:1])
     if planted.name in QUICK:
         assert f"{found[0].severity}: {found[0].name}: " in shown, "the terminal says it while the run trains"
-    if found and found[0].name in HELPED_BY_PLAN:
-        capsys.readouterr()
-        assert main(["diagnose", str(folder)]) == 0
-        said = capsys.readouterr().out
-        assert re.search(r"do: .*; plan (would set .*: \d\S* times as many|finds no settings that are faster)", said), (
-            said
-        )
