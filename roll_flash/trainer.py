@@ -32,6 +32,7 @@ from roll_flash.processes.garbage import rare_collections
 from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.run.checkpoints.writer import CheckpointSchedule
+from roll_flash.run.learner_logprobs import write_logprobs
 from roll_flash.run.run_dir import RunDir, check_run_folder
 from roll_flash.start_checks import check_parts, check_sandboxes
 from roll_flash.stream import LearnerLoader
@@ -218,6 +219,8 @@ class Trainer:
         )
         record.learner_metrics = result.metrics
         await self._count(record)
+        if result.logprobs:
+            await call_in_thread(partial(write_logprobs, self._system.run_dir.logs, result.version, result.logprobs))
         publication = await self._settle()
         await self._learner_does(
             "copy of the weights",
@@ -355,7 +358,8 @@ class Trainer:
         self._system.metrics.log(version, metrics)
         self._system.episode_space.step_ended(version)
         span = publication.span() if publication else None
-        self._system.run_dir.log_timeline({**record.timeline(), "publication": span})
+        stages = self._system.stages.take_timeline()
+        self._system.run_dir.log_timeline({**record.timeline(), "publication": span, "stages": stages})
         self._progress.step(version, metrics, record.staleness())
         for finding in self._diagnosis.step(version, metrics, record.groups):
             self._progress.note(finding.line)

@@ -41,6 +41,7 @@ READERS = {
     "journal/after_step_000000.jsonl": ["verify"],
     "episodes/step_000000.jsonl": ["verify", "diagnose"],
     "logs/timeline.jsonl": ["diagnose"],
+    "logs/learner_logprobs/step_000001.jsonl": [],
     "checkpoints/step_1/checksums.json": ["checkpoints verify"],
     ".lock": ["scale"],
 }
@@ -105,6 +106,7 @@ def test_no_command_breaks_off_or_waits_because_of_a_file_in_a_runs_folder(
             path = run / name
             saved = path.read_bytes() if path.exists() else None
             path.unlink(missing_ok=True)
+            path.parent.mkdir(exist_ok=True)
             make(path)
             for command in commands:
                 assert main([*command.split(), str(run), *(["servers=2"] if command == "scale" else [])]) in (0, 1, 2)

@@ -80,14 +80,9 @@ class Fates:
         """Return the advantage of each episode of a trained group, by its id, computed by the learner's own function
         from the rewards in the journal. Empty if it was not trained, if each turn has an advantage of its own, if the
         function is the user's, or if the learner changed the rewards by what the journal does not have."""
-        rules = _rules(config)
-        if (step := self._trained.get(group_id)) is None or rules is None:
+        if (rules := _rules(config)) is None:
             return {}
-        path, offset, length = self._steps[step]
-        with open_checked(path) as file:
-            file.seek(offset)
-            batches = decode(file.read(length))["batches"]
-        groups = [(name, members) for batch in batches for name, members in batch]
+        groups = self._trained_with(group_id)
         if not rules.needs_whole_batch:
             groups = [group for group in groups if group[0] == group_id]
         found = turn_advantages([[_finished(*member) for member in members] for _, members in groups], rules)
@@ -97,6 +92,20 @@ class Fates:
             for (episode, _), values in zip(members, advantages, strict=True)
             if name == group_id
         }
+
+    def rewards(self, group_id: str) -> dict[str, float]:
+        """Return the reward with which each episode of a group was trained, after stages; empty if it was not."""
+        return dict(next((members for name, members in self._trained_with(group_id) if name == group_id), ()))
+
+    def _trained_with(self, group_id: str) -> list[tuple[str, list[tuple[str, float]]]]:
+        """Return the groups of the step that trained a group, with the ids and rewards of their episodes."""
+        if (step := self._trained.get(group_id)) is None:
+            return []
+        path, offset, length = self._steps[step]
+        with open_checked(path) as file:
+            file.seek(offset)
+            batches = decode(file.read(length))["batches"]
+        return [(name, members) for batch in batches for name, members in batch]
 
 
 def _rules(config: Any) -> AdvantageConfig | None:

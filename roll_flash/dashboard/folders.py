@@ -130,8 +130,9 @@ class Source:
         }
 
     def tokenizer_file(self) -> Path | None:
-        """Return the tokenizer of the newest model that the run wrote."""
-        models = [*(each.hf for each in reversed(list_checkpoints(self.folder))), self.folder / "model"]
+        """Return the tokenizer of the newest model that the run, or the run of this evaluation, wrote."""
+        run = _run_of(self.folder) or self.folder
+        models = [*(each.hf for each in reversed(list_checkpoints(run))), run / "model"]
         return next((path for model in models if (path := model / "tokenizer.json").is_file()), None)
 
 
@@ -154,9 +155,8 @@ class Sources:
         for root in self._roots:
             for folder in _folders(root):
                 name = folder.resolve().name
-                inside = folder.parents[1].resolve() if folder.parent.name == "eval" else None
-                if inside is not None and (inside / CONFIG).is_file():
-                    name = f"{inside.name}/{name}"
+                if (run := _run_of(folder)) is not None:
+                    name = f"{run.resolve().name}/{name}"
                 if name in found and found[name].folder != folder:
                     name = f"{name} ({folder.parent})"
                 source = self._known.setdefault(folder, Source(name, folder))
@@ -178,6 +178,12 @@ def experiment(config: Mapping[str, Any]) -> str:
 def _read_yaml(path: Path, modified_ns: int) -> Any:
     """Read a file, once as long as it does not change: it takes milliseconds, and an answer may need it ten times."""
     return load_yaml(read_checked(path))
+
+
+def _run_of(folder: Path) -> Path | None:
+    """Return the run of an evaluation during training; None for other folders."""
+    run = folder.parent.parent
+    return run if folder.parent.name == "eval" and (run / CONFIG).is_file() else None
 
 
 def _root(word: str) -> Path:

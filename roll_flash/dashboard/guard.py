@@ -61,8 +61,9 @@ class Guard:
             return _refuse(405, "the dashboard only reads")
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             return _refuse(403, "a page of another origin may not use the dashboard")
-        query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
-        if self._is_token(query.pop("token", "")):
+        query = parse_qsl(scope["query_string"].decode("latin-1"))
+        if self._is_token(dict(query).get("token", "")):
+            query = [(name, value) for name, value in query if name != "token"]
             address = scope["path"].lstrip("/")
             answer = RedirectResponse(f"/{address}?{urlencode(query)}" if query else f"/{address}", status_code=303)
             answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict", path="/")
@@ -93,4 +94,4 @@ def new_token() -> str:
 
 
 def address(port: int, token: str, **query: Any) -> str:
-    return f"http://127.0.0.1:{port}/?{urlencode({'token': token, **query})}"
+    return f"http://127.0.0.1:{port}/?{urlencode({'token': token, **query}, doseq=True)}"

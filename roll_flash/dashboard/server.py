@@ -25,6 +25,7 @@ from roll_flash.dashboard.timeline import timeline
 from roll_flash.dashboard.transcript import episode_page, load_tokenizer, message_text
 from roll_flash.diagnosis import Finding, diagnose
 from roll_flash.errors import ConfigError, RollFlashError, first_line
+from roll_flash.run.learner_logprobs import read_logprobs
 
 PAGES = Path(__file__).parent / "pages"
 WAIT_S = 0.05
@@ -129,18 +130,22 @@ class Reports:
         path = source.tokenizer_file()
         tokenizer: Tokenizer | None = None if path is None else load_tokenizer(path, path.stat().st_mtime_ns)
         columns = row_for_table(source.index, row)
+        fate = self._fate(source, columns["group"], episode)
+        learner = read_logprobs(source.folder / "logs", fate["trained"], episode) if fate["trained"] else {}
         return {
             **columns,
-            **self._fate(source, columns["group"], episode),
+            **fate,
             "replicas": [source.index.ids[each] for each in source.index.rows_of_group(columns["group"])],
-            **episode_page(_record(source, row), tokenizer),
+            **episode_page(_record(source, row), tokenizer, learner),
         }
 
     def _fate(self, source: Source, group: str, episode: str) -> dict[str, Any]:
         with source.lock:
             source.fates.refresh()
-        advantages = source.fates.advantages(group, source.config())
-        return {**source.fates.of_group(group), "advantage": advantages.get(episode)}
+        fates = source.fates
+        advantage = fates.advantages(group, source.config()).get(episode)
+        reward = fates.rewards(group).get(episode)
+        return {**fates.of_group(group), "advantage": advantage, "trained_reward": reward}
 
     def message(self, run: str, episode: str, sample: int, message: int) -> str:
         source, row = self._find(run, episode)

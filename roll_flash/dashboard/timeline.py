@@ -1,4 +1,4 @@
-"""Where the time of a run went: episodes, their turns on servers, the learner's work, publications.
+"""Where the time of a run went: episodes, their turns on servers, the learner's work, publications, stages.
 
 A part of the time is answered with as much detail as fits a screen: numbers of running episodes per slice of time, or
 each episode, or each turn.
@@ -25,7 +25,7 @@ MAX_EPISODES = 1500
 MAX_WITH_TURNS = 120
 """Maximum episodes whose turns are shown: their whole lines are read."""
 MAX_WORK = 3000
-"""Maximum pieces of the learner's work that are shown one by one."""
+"""Maximum pieces of the learner's and the stages' work that are shown one by one."""
 
 
 def timeline(index: EpisodeIndex, folder: Path, begin_s: float | None, end_s: float | None) -> dict[str, Any]:
@@ -43,7 +43,10 @@ def timeline(index: EpisodeIndex, folder: Path, begin_s: float | None, end_s: fl
     begin, end = whole[0] if begin_s is None else begin_s, whole[1] if end_s is None else end_s
     rows = np.flatnonzero(known & (ends >= begin) & (starts <= end))
     shown = [step for step in steps if step["ended_s"] >= begin and step["started_s"] <= end]
-    work = [span for step in shown for span in _work(step) if span["end_s"] >= begin and span["begin_s"] <= end]
+    later = [step for step in steps if step["started_s"] > end][:1]  # has the stages' work since the last one shown
+    work = [
+        span for step in (*shown, *later) for span in _work(step) if span["end_s"] >= begin and span["begin_s"] <= end
+    ]
     return {
         "whole": whole,
         "begin_s": begin,
@@ -65,7 +68,8 @@ def _steps(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 step = decode(line)
                 yield {key: step[key] for key in ("step", "started_s", "ended_s", "learner")} | {
-                    "publication": step.get("publication")
+                    "publication": step.get("publication"),
+                    "stages": step.get("stages") or [],
                 }
             except CONTENT_ERRORS:
                 continue
@@ -76,6 +80,8 @@ def _work(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"kind": kind, "begin_s": begin_s, "end_s": end_s, "tokens": tokens, "step": step["step"]}
     if publication := step["publication"]:
         yield {"kind": "publication", "step": step["step"], **publication}
+    for stage, begin_s, end_s, rows in step["stages"]:
+        yield {"kind": f"stage {stage}", "begin_s": begin_s, "end_s": end_s, "rows": rows, "step": step["step"]}
 
 
 def _busy(work: list[dict[str, Any]], begin: float, end: float) -> dict[str, list[float]]:

@@ -15,14 +15,19 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from roll_flash.stream.episodes import NO_LOGPROB
+
 MAX_CHARACTERS = 20_000
 """Maximum characters of a message in the first answer."""
 MAX_TOKENS = 20_000
 """Maximum tokens of a turn that are shown one by one."""
 
 
-def episode_page(record: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return what the page of an episode shows, without what its row in the table has."""
+def episode_page(
+    record: Mapping[str, Any], tokenizer: Tokenizer | None, learner: Mapping[int, Sequence[float]]
+) -> dict[str, Any]:
+    """Return what the page of an episode shows, without what its row in the table has. `learner`: log-probabilities of
+    the learner by sample, where they are known."""
     samples = [record, *(record.get("branches") or [])]
     info = dict(record.get("info") or {})
     commands = info.pop("sandbox_commands", None)
@@ -34,7 +39,7 @@ def episode_page(record: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict
         "env_kwargs": record.get("env_kwargs"),
         "prompt_tokens": record.get("prompt_tokens"),
         "completion_tokens": record.get("completion_tokens"),
-        "samples": [_sample(sample, tokenizer) for sample in samples],
+        "samples": [_sample(_compared(sample, learner.get(n)), tokenizer) for n, sample in enumerate(samples)],
         "info": _cut(_as_text(info)),
         "rewards": info.get("rewards"),
         "tools": info.get("tools"),
@@ -52,6 +57,22 @@ def message_text(record: Mapping[str, Any], sample: int, message: int) -> str:
 def load_tokenizer(path: Path, modified_ns: int) -> Tokenizer:
     """Load a tokenizer; `modified_ns` tells files of one name apart."""
     return Tokenizer.from_file(str(path))
+
+
+def _compared(sample: Mapping[str, Any], learner: Sequence[float] | None) -> Mapping[str, Any]:
+    """Add `differences` to a sample: for each token the learner's log-probability minus the sampler's, or None."""
+    logprobs = sample.get("logprobs") or []
+    found: list[float | None] = [None] * len(logprobs)
+    trained = [
+        place
+        for place, (is_policy, said) in enumerate(zip(sample.get("policy_mask") or [], logprobs, strict=False))
+        if is_policy and said is not None and said > NO_LOGPROB
+    ]
+    if learner is None or len(learner) != len(trained):
+        return sample
+    for place, said in zip(trained, learner, strict=True):
+        found[place] = said - logprobs[place]
+    return {**sample, "differences": found}
 
 
 def _sample(sample: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -112,6 +133,7 @@ def _tokens(sample: Mapping[str, Any], start: int, end: int, tokenizer: Tokenize
         "texts": None if tokenizer is None else list(_texts(ids, tokenizer)),
         "logprobs": sample["logprobs"][shown],
         "versions": sample["versions"][shown],
+        "differences": sample["differences"][shown] if "differences" in sample else None,
         "left_out": end - shown.stop,
     }
 

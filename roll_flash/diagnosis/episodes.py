@@ -20,6 +20,8 @@ HOT_FACTOR = 4.0
 """Its mean time over that of the other levels."""
 CUT_SHARE = 0.3
 CUT_EPISODES = 32
+WHOLE_EPISODES = 8
+"""Episodes without a cut answer, at least: the mean reward of two or three is chance."""
 CUT_LOSS = 0.5
 """Mean reward of cut episodes as a share of that of the others (both above the smallest reward)."""
 REPEATED = 0.5
@@ -107,7 +109,7 @@ def clipped_answers(view: RunView) -> Finding | None:
     read = [(each.reward, each.texts) for each in view.episodes if each.texts is not None and each.reward is not None]
     cut = [reward for reward, texts in read if texts.is_cut]
     whole = [reward for reward, texts in read if not texts.is_cut]
-    if len(read) < CUT_EPISODES or len(cut) < CUT_SHARE * len(read) or not whole:
+    if len(read) < CUT_EPISODES or len(cut) < CUT_SHARE * len(read) or len(whole) < WHOLE_EPISODES:
         return None
     least = min(reward for reward, _ in read)
     mean_cut, mean_whole = sum(cut) / len(cut), sum(whole) / len(whole)
@@ -140,8 +142,8 @@ def repeated_text(view: RunView) -> Finding | None:
         "warning",
         f"{loops / len(read):.0%} of the episodes have a long text that repeats itself",
         (Evidence("episodes that repeat themselves", loops, *span), Evidence("episodes", len(read), *span)),
-        "Read them; check that nothing pays for length, lower learner.learning_rate or set learner.kl.coefficient, and "
-        "go on from a checkpoint before it",
+        "Read them; check that nothing pays for length, and how is sampled (rollout.temperature, options of servers); "
+        "lower learner.learning_rate or set learner.kl.coefficient, and go on from a checkpoint before it",
     )
 
 

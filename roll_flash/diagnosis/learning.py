@@ -199,7 +199,8 @@ def entropy_collapse(view: RunView) -> Finding | None:
     before, after = ends
     last = _last_known(view.recent, "entropy")
     share = last.mean("entropy") / before.mean("entropy") if before.mean("entropy") > 0 else math.nan
-    signal = after.mean("computed_policy_tokens") / after.mean("policy_tokens")
+    tokens = after.mean("policy_tokens")
+    signal = after.mean("computed_policy_tokens") / tokens if tokens > 0 else math.nan
     if not (share < ENTROPY_SHARE and signal < LITTLE_SIGNAL) or _is_solved(before, after):
         return None
     return Finding(

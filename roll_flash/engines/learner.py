@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +15,9 @@ from roll_flash.engines.inference import StagedWeights
 from roll_flash.engines.places import Places
 from roll_flash.types import FinishedGroup, Trajectory
 
+SampleName = tuple[str, int]
+"""Id of an episode and number of one of its samples, from 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -24,6 +27,9 @@ class StepResult:
     policy_tokens: int
     skipped: bool
     metrics: dict[str, float] = field(default_factory=dict)
+    logprobs: Mapping[SampleName, NDArray[np.float32]] = field(default_factory=dict)
+    """With `learner.log_logprobs`: log-probabilities at the start of the step, [trained tokens], of each sample that
+    was computed."""
 
 
 class LearnerEngine(Protocol):

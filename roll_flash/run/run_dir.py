@@ -148,9 +148,9 @@ class RunDir:
             file.write(decision)
 
     def log_timeline(self, step: Mapping[str, Any]) -> None:
-        """Append when a step, the learner's work in it and the publication before it began and ended to
-        `logs/timeline.jsonl`, which `plan --from` and the dashboard read, with the cores of this machine if all
-        computes on them (else 0)."""
+        """Append when a step, the learner's work in it, the publication before it and the work of stages began and
+        ended to `logs/timeline.jsonl`, which `plan --from` and the dashboard read, with the cores of this machine if
+        all computes on them (else 0)."""
         cores = len(os.sched_getaffinity(0)) if is_cpu_installation() else 0
         with closing(JsonLinesFile(self.logs / TIMELINE)) as file:
             file.write({**step, "cpu_cores": cores})

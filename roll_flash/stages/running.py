@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ REWARD_BATCH = 64
 START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 10.0
 Log = Callable[[dict[str, Any]], Any]
+Span = tuple[float, float, int]
+"""Begin and end in Unix time, number of trajectories."""
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +70,7 @@ class RunningStages:
         self._configs = list(stages)
         self._stages: dict[str, Stage] = {}
         self._scores: dict[str, list[float]] = {}
+        self._spans: dict[str, list[Span]] = {}
 
     def metrics(self) -> dict[str, float]:
         """Per stage: `rows`, `retries`, `failed_rows`, `seconds` so far and the mean score since the last call."""
@@ -76,6 +80,12 @@ class RunningStages:
             if scores := self._scores.pop(name, []):
                 figures[f"stages/{name}/score_mean"] = sum(scores) / len(scores)
         return figures
+
+    def take_timeline(self) -> list[tuple[str, float, float, int]]:
+        """Return when each stage worked since the last call, as (stage, begin, end, trajectories) in Unix time. Calls
+        that overlap are one."""
+        spans, self._spans = self._spans, {}
+        return [(name, *span) for name, found in spans.items() for span in found]
 
     def attach(self, stream: TrajectoryStream, scorers: Sequence[RewardStage], log: Log) -> list[Stage]:
         """Create one `Stage` per configured stage and the one that computes rewards, without starting them. `log` gets
@@ -96,14 +106,27 @@ class RunningStages:
 
     def _scoring(self, config: StageConfig, scorer: RewardStage, log: Log) -> Compute:
         async def compute(rows: Sequence[Row]) -> list[dict[str, float]]:
-            trajectories = await call_in_thread(lambda: fetch_trajectories([row.data.data for row in rows]))
-            scores = await _score(scorer, trajectories)
+            with self._working(config.name, len(rows)):
+                trajectories = await call_in_thread(lambda: fetch_trajectories([row.data.data for row in rows]))
+                scores = await _score(scorer, trajectories)
             self._scores.setdefault(config.name, []).extend(scores)
             for row, score in zip(rows, scores, strict=True):
                 log({"stage": config.name, "episode_id": row.row_id, "score": score})
             return [{score_column(config): score} for score in scores]
 
         return compute
+
+    @contextmanager
+    def _working(self, stage: str, rows: int) -> Iterator[None]:
+        begin_s = time.time()
+        try:
+            yield
+        finally:
+            end_s, spans = time.time(), self._spans.setdefault(stage, [])
+            while spans and begin_s <= spans[-1][1]:
+                earlier_s, _, more = spans.pop()
+                begin_s, rows = min(begin_s, earlier_s), rows + more
+            spans.append((begin_s, end_s, rows))
 
     async def _combine(self, rows: Sequence[Row]) -> list[dict[str, float]]:
         names = [score_column(stage) for stage in self._configs]

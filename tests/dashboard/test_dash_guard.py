@@ -33,9 +33,9 @@ def test_without_the_token_nothing_is_shown_and_one_line_says_what_to_do(dashboa
 
 
 def test_the_token_leaves_the_address_and_the_rest_of_it_stays(dashboard: Dashboard) -> None:
-    answer = ask(dashboard, f"/?token={dashboard.token}&run=recorded&view=episodes")
+    answer = ask(dashboard, f"/?token={dashboard.token}&run=recorded&run=other&view=compare")
     assert answer.status_code == 303
-    assert answer.headers["location"] == "/?run=recorded&view=episodes"
+    assert answer.headers["location"] == "/?run=recorded&run=other&view=compare"
     cookie = answer.headers["set-cookie"]
     assert "HttpOnly" in cookie
     assert "SameSite=strict" in cookie

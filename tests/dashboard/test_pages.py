@@ -8,15 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 from served import Dashboard, serving
-from written_run import RecordedRun, trajectory
+from written_run import RecordedRun, ids_of, trajectory
 
 from roll_flash.diagnosis import diagnose
+from roll_flash.monitor.episode_files.steps import step_file
+from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.monitor.status import new_status, write
+from roll_flash.run.learner_logprobs import write_logprobs
 
 HOSTILE = '"><img src=x onerror="document.title=1"><script>document.title=2</script><style>*{display:none}</style>'
 VIEWS: dict[str, dict[str, Any]] = {
@@ -27,7 +31,10 @@ VIEWS: dict[str, dict[str, Any]] = {
     "group": {"run": "recorded", "view": "group", "group": "g00000001"},
     "timeline": {"run": "recorded", "view": "timeline"},
     "failures": {"run": "recorded", "view": "failures"},
+    "compare": {"run": ["recorded", "seed-2"], "view": "compare"},
+    "evaluation": {"run": "recorded/step_2", "view": "overview"},
 }
+"""The last two need `others`."""
 
 
 @pytest.fixture
@@ -37,9 +44,19 @@ def dashboard(run: RecordedRun) -> Iterator[Dashboard]:
         yield dashboard
 
 
+@pytest.fixture
+def others(run: RecordedRun) -> None:
+    """A run with another seed, and an evaluation."""
+    other = RecordedRun(run.folder.parent, "seed-2", seed=2)
+    other.step()
+    other.close()
+    run.evaluation(2)
+
+
 def show(page: Page, dashboard: Dashboard, view: str, **query: Any) -> None:
-    page.goto(dashboard.address(**{**VIEWS.get(view, {}), **query}))
-    expect(page.locator("main")).to_have_attribute("data-shown", view)
+    shown = {**VIEWS.get(view, {}), **query}
+    page.goto(dashboard.address(**shown))
+    expect(page.locator("main")).to_have_attribute("data-shown", shown.get("view", view))
 
 
 def test_the_list_of_runs_leads_to_a_run(page: Page, dashboard: Dashboard) -> None:
@@ -90,7 +107,10 @@ def test_the_overview_says_what_the_run_does_now(page: Page, dashboard: Dashboar
     expect(page.locator("header .badge")).to_have_text("failed")
 
 
-def test_the_overview_names_what_is_wrong_with_the_run(page: Page, dashboard: Dashboard, run: RecordedRun) -> None:
+def test_the_overview_names_what_goes_wrong_while_the_run_goes_on(
+    page: Page, dashboard: Dashboard, run: RecordedRun
+) -> None:
+    page.clock.install()
     health = page.locator("section", has=page.get_by_role("heading", name="Health"))
     show(page, dashboard, "overview")
     expect(health).to_contain_text("No rule of `roll-flash diagnose` finds a problem.")
@@ -99,7 +119,7 @@ def test_the_overview_names_what_is_wrong_with_the_run(page: Page, dashboard: Da
         run.step(same, **dict.fromkeys(("reward_min", "reward_max", "reward_std_in_group"), 0.0))
     names = [finding.name for finding in diagnose(run.folder)]
     assert "no-reward-variance" in names
-    show(page, dashboard, "overview")
+    page.clock.fast_forward(20_000)
     for name in names:
         expect(health).to_contain_text(name)
 
@@ -154,11 +174,69 @@ def test_an_episode_shows_its_tokens_in_colours_that_can_be_chosen(page: Page, d
     expect(tokens.last.locator("span").first).to_have_class("age1")
     tokens.last.locator("span").first.hover()
     expect(page.locator(".token-detail")).to_contain_text("version 0 · age 1")
+    tokens.last.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".token-detail")).to_contain_text(f"token {ids_of('The')[1]} ·")
     assert "colour=age" in page.url
     page.get_by_label("advantage").check()
     expect(tokens.last.locator("span").first).to_have_class(re.compile("up"))
     expect(page.get_by_role("region", name="rewards")).to_contain_text("format")
     expect(page.get_by_role("region", name="tools")).to_contain_text("shell")
+
+
+def test_tokens_are_coloured_by_the_difference_of_learner_and_sampler_where_it_is_known(
+    page: Page, dashboard: Dashboard, run: RecordedRun
+) -> None:
+    show(page, dashboard, "episode")
+    expect(page.locator("pre.tokens")).to_have_count(2)
+    expect(page.get_by_label("learner minus sampler")).to_have_count(0)
+    (record,) = [
+        each for each in read_episodes(step_file(run.run_dir.episodes, 1)) if each["episode_id"].endswith("r1")
+    ]
+    said = np.array([value for value, own in zip(record["logprobs"], record["policy_mask"], strict=True) if own])
+    said[0] += 0.4
+    said[1] -= 2.0
+    write_logprobs(run.folder / "logs", 2, {(record["episode_id"], 0): said.astype(np.float32)})
+    page.reload()
+    page.get_by_label("learner minus sampler").check()
+    tokens = page.locator("pre.tokens").first.locator("span")
+    expect(tokens.nth(0)).to_have_class("up2")
+    expect(tokens.nth(1)).to_have_class("bad5")
+    tokens.nth(1).hover()
+    expect(page.locator(".token-detail")).to_contain_text("learner minus sampler −2")
+
+
+def test_a_reward_that_stages_changed_is_shown_beside_that_of_the_environment(
+    page: Page, dashboard: Dashboard, run: RecordedRun
+) -> None:
+    show(page, dashboard, "episode")
+    expect(page.get_by_role("region", name="rewards")).not_to_contain_text("as trained")
+    run.step([trajectory(f"judged-{n}", "g00000009", ["fine"], reward=0.25) for n in range(2)], stages_add=0.5)
+    show(page, dashboard, "episode", id="judged-0")
+    expect(page.get_by_role("region", name="rewards")).to_contain_text("as trained, after stages0.750")
+
+
+def test_tokens_without_a_tokenizer_are_text_first_and_numbers_where_a_colour_is_chosen(
+    page: Page, dashboard: Dashboard, others: None
+) -> None:
+    show(page, dashboard, "episode", run="seed-2", id="g00000000-r1")
+    expect(page.locator(".conversation")).to_contain_text("The answer is 42.")
+    page.get_by_label("log-probability").check()
+    expect(page.locator(".conversation")).to_contain_text("Shown as numbers: the run has no tokenizer yet")
+    expect(page.locator("pre.tokens")).to_have_count(2)
+
+
+def test_an_evaluation_opens_in_the_same_pages(page: Page, dashboard: Dashboard, others: None) -> None:
+    show(page, dashboard, "overview")
+    page.get_by_role("link", name="recorded/step_2").click()
+    expect(page.get_by_role("region", name="scores")).to_contain_text("0.200 to 0.800")
+    page.get_by_role("link", name="Episodes").click()
+    expect(page.locator("main")).to_contain_text("4 of 4")
+    page.locator(".scroll a").first.click()
+    expect(page.locator("pre.tokens").last).to_contain_text("The answer is")
 
 
 def test_commands_in_the_sandbox_are_shown_with_their_output(
@@ -184,6 +262,7 @@ def test_a_group_shows_its_replicas_and_where_they_first_differ(page: Page, dash
 def test_the_timeline_zooms_to_a_turn_by_keys_and_opens_an_episode(page: Page, dashboard: Dashboard) -> None:
     show(page, dashboard, "timeline")
     expect(page.get_by_role("region", name="busy")).to_contain_text("accumulate")
+    expect(page.get_by_role("region", name="busy")).to_contain_text("stage judge")
     expect(page.get_by_role("region", name="gaps")).to_contain_text("6.00 s")
     canvas = page.locator(".canvas canvas")
     canvas.focus()
@@ -250,7 +329,8 @@ def test_what_a_model_writes_never_becomes_markup(page: Page, dashboard: Dashboa
     run.step([hostile, trajectory("other", HOSTILE, ["fine"])], **{HOSTILE: 1.0})
     run.fail(HOSTILE, HOSTILE, "failed-2")
     file = JsonLinesFile(run.folder / "logs" / "timeline.jsonl")
-    file.write({"step": 9, "started_s": 1.76e9, "ended_s": 1.76e9 + 9, "learner": [[HOSTILE, 1.76e9, 1.76e9 + 5, 3]]})
+    work, stage = [HOSTILE, 1.76e9, 1.76e9 + 5, 3], [HOSTILE, 1.76e9, 1.76e9 + 5, HOSTILE]
+    file.write({"step": 9, "started_s": 1.76e9, "ended_s": 1.76e9 + 9, "learner": [work], "stages": [stage]})
     file.close()
     for query in (
         {"view": "episode", "id": HOSTILE}, {"view": "group", "group": HOSTILE}, {"view": "episodes", "text": HOSTILE},
@@ -281,6 +361,7 @@ def test_a_browser_that_goes_away_disturbs_nobody(browser: Browser, page: Page, 
     show(page, dashboard, "overview")
 
 
+@pytest.mark.usefixtures("others")
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_page_can_be_saved_as_one_file_that_needs_nothing_else(
     page: Page, dashboard: Dashboard, tmp_path: Path, browser: Browser, view: str
@@ -299,7 +380,7 @@ def test_a_page_can_be_saved_as_one_file_that_needs_nothing_else(
     saved.goto(path.as_uri())
     assert saved.locator("h1").inner_text() == page.locator("h1").inner_text()
     assert saved.locator("main").inner_text()
-    if view in ("overview", "timeline"):
+    if view in ("overview", "timeline", "compare"):
         assert saved.locator("main img").first.evaluate("image => image.naturalWidth") > 100
     if view == "episodes":
         assert saved.locator(".scroll .row").count() == 13
@@ -308,6 +389,7 @@ def test_a_page_can_be_saved_as_one_file_that_needs_nothing_else(
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.usefixtures("others")
 @pytest.mark.parametrize("view", VIEWS)
 def test_no_page_has_a_serious_problem_of_accessibility(
     page: Page, dashboard: Dashboard, view: str, theme: Any
@@ -319,6 +401,7 @@ def test_no_page_has_a_serious_problem_of_accessibility(
     assert not serious
 
 
+@pytest.mark.usefixtures("others")
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_page_fits_a_phone(page: Page, dashboard: Dashboard, view: str) -> None:
     page.set_viewport_size({"width": 400, "height": 800})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,19 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from served import serving
+from served import Dashboard, serving
 from written_run import BEGIN_S, RecordedRun, trajectory
 
+from roll_flash.dashboard import episode_index
 from roll_flash.dashboard.folders import Sources
 from roll_flash.dashboard.transcript import MAX_CHARACTERS
 from roll_flash.diagnosis.reading import read_run
 from roll_flash.errors import ConfigError
-from roll_flash.monitor.episode_files.steps import remove_oldest
+from roll_flash.monitor.episode_files.steps import open_step, remove_oldest
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.monitor.status import News, new_status, write
 from roll_flash.replay.recorded import find_episode
+from roll_flash.run.learner_logprobs import write_logprobs
 
 
 def error_of(answer: httpx.Response) -> str:
@@ -137,6 +139,21 @@ def test_an_episode_without_a_tokenizer_shows_numbers_and_a_dropped_group_its_re
     assert episode["samples"][0]["turns"][0]["tokens"]["texts"] is None
 
 
+def test_tokens_are_compared_with_what_the_learner_said_of_them_if_it_was_recorded(run: RecordedRun) -> None:
+    def turns(dashboard: Dashboard, number: int) -> list[dict[str, Any]]:
+        (sample,) = dashboard.get("episode", run="recorded", id=f"g00000002-r{number}")["samples"]
+        return [turn["tokens"] for turn in sample["turns"]]
+
+    with serving(run.folder) as dashboard:
+        sampled = [value for turn in turns(dashboard, 1) for value in turn["logprobs"]]
+        said = (np.array(sampled) + np.arange(len(sampled)) / 100).astype(np.float32)
+        write_logprobs(run.folder / "logs", 3, {("g00000002-r1", 0): said, ("g00000002-r2", 0): said[1:]})
+        found = [value for turn in turns(dashboard, 1) for value in turn["differences"]]
+        assert found == pytest.approx(np.arange(len(sampled)) / 100, abs=1e-5)
+        assert [turn["differences"] for turn in turns(dashboard, 2)] == [None, None], "of another number of tokens"
+        assert [turn["differences"] for turn in turns(dashboard, 3)] == [None, None]
+
+
 def test_few_shot_answers_of_the_task_are_not_taken_for_turns(run: RecordedRun) -> None:
     given = trajectory("shots", "g5", ["mine"])
     example = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
@@ -162,17 +179,40 @@ def test_the_timeline_shows_work_publications_episodes_and_single_turns(run: Rec
     with serving(run.folder) as dashboard:
         whole = dashboard.get("timeline", run="recorded")
         part = dashboard.get("timeline", run="recorded", begin=BEGIN_S + 10, end=BEGIN_S + 14)
+        before = dashboard.get("timeline", run="recorded", begin=BEGIN_S + 8.5, end=BEGIN_S + 9.5)
     assert whole["whole"] == [BEGIN_S, BEGIN_S + 30]
     assert [span["kind"] for span in whole["work"]].count("accumulate") == 3
     assert whole["count"] == 12
     assert np.mean(whole["busy"]["accumulate"]) == pytest.approx(0.3, abs=0.01)
     assert sum(whole["running"]) * 30 / len(whole["running"]) == pytest.approx(12 * 3.5, rel=0.01)
-    assert [span["kind"] for span in part["work"]] == ["publication"]
+    assert [span["kind"] for span in part["work"]] == ["publication", "stage judge"]
+    assert [span["kind"] for span in before["work"]] == ["update", "stage judge"], "logged with the step after it"
+    assert (before["work"][1]["end_s"] - BEGIN_S, before["work"][1]["rows"]) == (12, 4)
     assert part["count"] == 4
     begin, answered, stepped, server = part["episodes"][0]["turns"][0]
     assert (begin - BEGIN_S, answered - begin, stepped - answered, server) == pytest.approx(
         (10.2, 1.0, 0.4, "server-0")
     )
+
+
+def test_pages_come_while_a_slow_disk_is_read(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    gives = threading.Event()
+
+    def opened_slowly(path: Path) -> Any:
+        """A stand-in for a disk that takes long to give the first bytes."""
+        assert gives.wait(60)
+        return open_step(path)
+
+    monkeypatch.setattr(episode_index, "open_step", opened_slowly)
+    monkeypatch.setattr(episode_index, "REFRESH_S", 0.0)
+    with serving(run.folder) as dashboard:
+        found = dashboard.get("episodes", run="recorded")
+        assert (found["total"], found["is_complete"]) == (0, False)
+        assert dashboard.get("run", run="recorded")["state"] == "running"
+        assert dashboard.get("timeline", run="recorded")["is_complete"] is False
+        gives.set()
+        assert dashboard.get("episode", run="recorded", id="g00000002-r1")["reward"] == 1.0
+        assert dashboard.get("episodes", run="recorded")["total"] == 12
 
 
 def test_failures_are_counted_by_cause_environment_and_message(run: RecordedRun) -> None:
@@ -189,11 +229,7 @@ def test_failures_are_counted_by_cause_environment_and_message(run: RecordedRun)
 
 
 def test_an_evaluation_opens_like_a_run(run: RecordedRun) -> None:
-    folder = run.folder / "eval" / "step_2"
-    folder.mkdir(parents=True)
-    (folder / "plan.json").write_text('{"tasks": 4}')
-    shutil.copy(run.folder / "episodes/step_000001.jsonl", folder / "episodes.jsonl")
-    (folder / "results.json").write_text('{"success": {"value": 0.5, "low": 0.2, "high": 0.8, "count": 4}}')
+    run.evaluation(2)
     with serving(run.folder) as dashboard:
         assert dashboard.get("run", run="recorded")["evaluations"] == ["recorded/step_2"]
         assert dashboard.get("run", run="recorded/step_2")["summary"]["success"]["value"] == 0.5

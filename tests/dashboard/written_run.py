@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -123,14 +124,15 @@ class RecordedRun:
             tokenizer.decoder = decoders.Fuse()
             tokenizer.save(str(folder / "hf" / "tokenizer.json"))
 
-    def step(self, episodes: Sequence[Trajectory] = (), **metrics: float) -> None:
-        """Write what a step does: its episodes, what became of them, the learner's work, its metrics."""
+    def step(self, episodes: Sequence[Trajectory] = (), *, stages_add: float = 0.0, **metrics: float) -> None:
+        """Write what a step does: its episodes, what became of them, the learner's work, its metrics. `stages_add`:
+        what stages add to each reward."""
         step, begin_s = self.steps, BEGIN_S + self.steps * STEP_S
         given = list(episodes) or self.group(f"g{step:08d}", begin_s, step)
         groups: dict[str, list[list[Any]]] = {}
         for episode in given:
             self.episodes.write(step, episode)
-            groups.setdefault(episode.group_id, []).append([episode.episode_id, episode.reward])
+            groups.setdefault(episode.group_id, []).append([episode.episode_id, episode.reward + stages_add])
         self.episodes.sync()
         self._journal.write(
             {"event": "trained", "version": step + 1, "batches": [[*map(list, groups.items())]], "without_rows": []}
@@ -139,7 +141,8 @@ class RecordedRun:
         work = [("accumulate", begin_s + 5, begin_s + 8, 400), ("update", begin_s + 8, begin_s + 9, 0)]
         publication = {"version": step, "begin_s": begin_s + 1, "end_s": begin_s + 2.5}
         span = {"step": step + 1, "started_s": begin_s, "ended_s": begin_s + STEP_S, "learner": work}
-        self.run_dir.log_timeline({**span, "publication": publication if step else None})
+        judged = [("judge", begin_s - 1, begin_s + 2, 4)] if step else []
+        self.run_dir.log_timeline({**span, "publication": publication if step else None, "stages": judged})
         self.steps += 1
         rewards = [episode.reward for episode in given]
         figures = {
@@ -173,6 +176,15 @@ class RecordedRun:
         task = Task("Sum-v0:99", "Sum-v0", 99, {})
         failure = EpisodeFailure(episode_id, "g99999999", task, cause, message, 1, 0, 10, 5, BEGIN_S, BEGIN_S + 3)
         self.episodes.write(self.steps, replace(failure, **changes))
+
+    def evaluation(self, step: int) -> Path:
+        """Write an evaluation after this step, of the episodes before it."""
+        folder = self.folder / "eval" / f"step_{step}"
+        folder.mkdir(parents=True)
+        (folder / "plan.json").write_text('{"tasks": 4}')
+        shutil.copy(self.folder / f"episodes/step_{step - 1:06d}.jsonl", folder / "episodes.jsonl")
+        (folder / "results.json").write_text('{"success": {"value": 0.5, "low": 0.2, "high": 0.8, "count": 4}}')
+        return folder
 
     def close(self) -> None:
         self._metrics.close()

@@ -190,6 +190,25 @@ FAULTY = (
         [env()],
         ["scheduler.extra_groups=6", "rollout.max_concurrent=36", "steps=8"],
     ),
+    Planted(
+        "slow-tasks",
+        ("eviction-bias",),
+        [env(LOOKUP, turns=2, seconds=4.0)],
+        [
+            *ONE_CHARACTER,
+            "scheduler.async_ratio=3",
+            "rollout.max_concurrent=48",
+            "learner.learning_rate=5e-5",
+            "steps=12",
+        ],
+    ),
+    Planted(
+        "same-random-numbers",
+        ("repeated-text",),
+        [env(needs_mark=False)],
+        ["rollout.stop=[]", "rollout.max_new_tokens=208", "model.max_length=320", "steps=3"],
+        fault="same_random_numbers",
+    ),
     Planted("kept-files", ("disk-runs-out",), [env(keeps="disk")], LONG, stops_after=21),
     Planted("kept-memory", ("memory-runs-out",), [env(keeps="memory")], LONG, stops_after=21),
 )

@@ -59,15 +59,17 @@ class Sentences(Env):
         hangs: bool = False,
         bonus: float = 1.0,
         keeps: Literal["memory", "disk"] | None = None,
+        needs_mark: bool = True,
     ) -> None:
         """`pays_for_nothing`: its check counts the characters that are wrong, and nothing has none. `shortest`: letters
         of a success; 0: one to three, as the task says. `seconds`: how long a step takes, on average. `hangs`: for one
         task in four, a step never ends. `bonus`: factor of the reward of one task in twelve. `keeps`: each episode
-        leaves KEPT_BYTES of it behind."""
+        leaves KEPT_BYTES of it behind. `needs_mark`: a text without an end mark earns nothing."""
         self._turns = turns
         self._pays_for_nothing, self._impossible = pays_for_nothing, impossible
         self._tells_success, self._shortest = tells_success, shortest
         self._seconds, self._hangs, self._bonus, self._keeps = seconds, hangs, bonus, keeps
+        self._needs_mark = needs_mark
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -87,6 +89,7 @@ class Sentences(Env):
             KEPT.append(b"x" * KEPT_BYTES if self._keeps == "memory" else _file(KEPT_BYTES))
         self._left -= 1
         text, has_mark = split(action)
+        has_mark = has_mark or not self._needs_mark
         share = share_of_letters(text)
         is_right = has_mark and len(text) >= self._wanted and share >= ENOUGH and not self._impossible
         self._solved += is_right
@@ -131,19 +134,23 @@ class SandboxSentences(SandboxEnv):
 
 class Lookup(Env):
     """Two turns of one character each, which must be a letter of one half of the alphabet. A tool says if it is; each
-    earns a half. With `lies`, the tool says the opposite now and then."""
+    earns a half. With `lies`, the tool says the opposite now and then. `seconds`: how long the tool takes, on average,
+    for one task in two."""
 
-    def __init__(self, lies: float = 0.0) -> None:
-        self._lies = lies
+    def __init__(self, lies: float = 0.0, seconds: float = 0.0) -> None:
+        self._lies, self._seconds = lies, seconds
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
         self._left, self._found = 2, 0
+        self._is_slow = self._seconds > 0 and (seed or 0) % 4 < 2
         self._letters = string.ascii_lowercase[13:] if (seed or 0) % 2 else string.ascii_lowercase[:13]
         return f"look up a letter {self._letters[0]}-{self._letters[-1]} {(seed or 0) % 1000}", {}
 
     async def step(self, action: str) -> StepResult:
+        if self._is_slow:
+            await asyncio.sleep(random.SystemRandom().expovariate(1 / self._seconds))
         is_letter = len(action) == 1 and action in self._letters
         said = is_letter != (random.SystemRandom().random() < self._lies)
         self._left -= 1

@@ -45,6 +45,18 @@ class OtherPromptRequest(Request):
             self._next_input = self.prompt[: -self.LAST_LINE]
 
 
+class SameNumbersRequest(Request):
+    """A sampler that begins its random numbers anew for each token: what was likely with them stays so."""
+
+    def __init__(self, token_ids: list[int], parameters: dict[str, Any], model: TransformersModel) -> None:
+        super().__init__(token_ids, parameters, model)
+        self._first_numbers = self._generator.get_state()
+
+    def step(self, version: str) -> None:
+        self._generator.set_state(self._first_numbers)
+        super().step(version)
+
+
 class Float8Model(TransformersModel):
     """Weights that are rounded to eight bits, those of the start and those of each update."""
 
@@ -96,6 +108,12 @@ def stale_prefix_cache() -> Iterator[None]:
 @contextmanager
 def other_template() -> Iterator[None]:
     with patch.object(server, "Request", OtherPromptRequest):
+        yield
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    with patch.object(server, "Request", SameNumbersRequest):
         yield
 
 

@@ -96,6 +96,10 @@ def test_entropy_collapses_only_where_there_is_no_signal_and_no_success() -> Non
     assert names(run(entropy=(1.0, 0.01))) == []
 
 
+def test_a_run_whose_last_answers_are_all_empty_can_be_judged() -> None:
+    assert names(run(entropy=(1.0, 0.01), policy_tokens=(0.0, 0.0), computed_policy_tokens=(0.0, 0.0))) == []
+
+
 def test_where_no_success_is_reported_tasks_are_solved_whose_reward_is_earned() -> None:
     falling = {"entropy": (1.0, 0.01), "computed_policy_tokens": (3000.0, 300.0), "success": (math.nan, math.nan)}
     assert names(run(**falling)) == ["entropy-collapse"]
@@ -220,6 +224,7 @@ def test_cut_answers_are_a_problem_where_they_earn_less() -> None:
     assert names_of(episodes(40), cut) == ["clipped-answers"]
     assert names_of(episodes(40), episodes(40, is_cut=True)) == []
     assert names_of(episodes(400), cut) == []
+    assert names_of(episodes(7), cut) == [], "too few to compare with"
 
 
 def test_text_that_repeats_itself_must_be_in_many_episodes() -> None:

@@ -176,6 +176,24 @@ def test_alpha_zero_is_the_plain_synchronous_loop_bit_by_bit(tiny_model: Path, r
     assert_equal_weights(found, synchronous_loop(tiny_model, steps, row_tokens=row_tokens))
 
 
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_step_tells_the_log_probability_of_each_token_that_it_computed_if_it_is_asked_to(
+    tiny_model: Path, minibatches: int
+) -> None:
+    played = [each for group in GROUPS for each in group.trajectories]
+
+    async def use(learner: FsdpLearner) -> tuple[list[np.ndarray[Any, Any]], StepResult]:
+        expected = await learner.logprobs_of([each.token_ids.tolist() for each in played])
+        return expected, await step(learner, GROUPS[:1], [*GROUPS[1:], SILENT])
+
+    settings = {"minibatches": minibatches, "micro_batch_tokens": 100}
+    expected, result = in_process(tiny_model, use, log_logprobs=True, **settings)
+    assert set(result.logprobs) == {(each.episode_id, 0) for each in played}
+    for each, logprobs in zip(played, expected, strict=True):
+        np.testing.assert_allclose(result.logprobs[each.episode_id, 0], logprobs[each.policy_mask[1:]], atol=1e-5)
+    assert not in_process(tiny_model, use, **settings)[1].logprobs
+
+
 def test_a_huge_coefficient_holds_the_policy_at_its_reference(tiny_model: Path) -> None:
     start, _ = trained(tiny_model, [[SILENT]])
 

@@ -49,6 +49,17 @@ class Misbehaving:
         return [0.0]
 
 
+class Together:
+    """Answers when so many calls are there."""
+
+    def __init__(self, calls: int) -> None:
+        self._calls = asyncio.Barrier(calls)
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        await self._calls.wait()
+        return [0.5] * len(trajectories)
+
+
 class InThreads:
     """Remembers on which threads it was called."""
 

@@ -16,8 +16,10 @@ import torch
 
 from roll_flash.config.tree import load_config
 from roll_flash.models.prepare import resolve_model
+from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.json_lines import read_lines
 from roll_flash.monitor.metrics import REWARD, STEP_S, read_metrics
+from roll_flash.run.learner_logprobs import read_logprobs
 from roll_flash.stages.reward_stage import RewardModelStage
 from roll_flash.trainer import train
 
@@ -105,7 +107,7 @@ def test_a_run_trains_on_what_judge_reward_model_and_a_class_of_the_user_say(
             "scheduler": {"groups_per_step": GROUPS, "group_size": REPLICAS},
             "rollout": {"max_new_tokens": 8, "max_concurrent": GROUPS * REPLICAS},
             "inference": {"engine": "transformers"},
-            "learner": {"learning_rate": 1e-2, "lora": {"rank": 4}},
+            "learner": {"learning_rate": 1e-2, "lora": {"rank": 4}, "log_logprobs": True},
             "eval": {"before_and_after": False},
             "stages": [
                 {"name": "grade", "entry_point": "judge", "kwargs": {"endpoint": endpoint, "model": "grader"}},
@@ -132,6 +134,15 @@ def test_a_run_trains_on_what_judge_reward_model_and_a_class_of_the_user_say(
     assert last["weights/parity"] < 1e-3
     scores = list(read_lines(folder / "logs" / "stages.jsonl"))
     assert {line["stage"] for line in scores} == {"grade", "preference", "mine"}
+    played = [each for each in read_episodes(folder / "episodes" / "step_000000.jsonl") if each["kind"] == "trajectory"]
+    known = [each for each in played if read_logprobs(folder / "logs", 1, each["episode_id"])]
+    assert known
+    for each in known:
+        sampled = [said for said, is_policy in zip(each["logprobs"], each["policy_mask"], strict=True) if is_policy]
+        assert read_logprobs(folder / "logs", 1, each["episode_id"]) == {0: pytest.approx(sampled, abs=1e-3)}
+    worked = [span for line in read_lines(folder / "logs" / "timeline.jsonl") for span in line["stages"]]
+    assert {name for name, *_ in worked} == {"grade", "preference", "mine"}
+    assert sum(rows for name, *_, rows in worked if name == "grade") >= STEPS * GROUPS * (REPLICAS - 1)
     # The environment gives 2 for two turns; what was trained has 0.5 and the reward model's number on top.
     preferences = [line["score"] for line in scores if line["stage"] == "preference" and "score" in line]
     low, high = min(preferences), max(preferences)

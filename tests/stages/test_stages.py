@@ -59,8 +59,8 @@ def misbehaving(how: str, **settings: Any) -> StageConfig:
 
 async def trained(
     stages: list[StageConfig], groups: list[Group], log: Path
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Rewards of the groups that reach the learner, and the stream's books with the stages' figures."""
+) -> tuple[dict[str, list[float]], dict[str, float], list[tuple[str, float, float, int]]]:
+    """Rewards of the groups that reach the learner, the stream's books with the stages' figures, the stages' work."""
 
     async def source() -> AsyncIterator[list[FinishedGroup]]:
         for one in map(finished_group, groups):
@@ -79,13 +79,14 @@ async def trained(
                 rewards |= {
                     found.group_id: [member.reward for member in found.trajectories] for found in micro_batch.groups
                 }
-        return rewards, {**stream.counts(), **running.metrics(), "balanced": stream.metrics()["balanced"]}
+        figures = {**stream.counts(), **running.metrics(), "balanced": stream.metrics()["balanced"]}
+        return rewards, figures, running.take_timeline()
 
 
 def run(
     stages: list[StageConfig], groups: list[Group], tmp_path: Path
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    return asyncio.run(trained(stages, groups, tmp_path / "stages.jsonl"))
+    return asyncio.run(trained(stages, groups, tmp_path / "stages.jsonl"))[:2]
 
 
 def test_scores_change_rewards_before_the_learner_sees_them(tmp_path: Path) -> None:
@@ -102,6 +103,15 @@ def test_every_score_is_written_down(tmp_path: Path) -> None:
     assert sorted((line["stage"], line["episode_id"], line["score"]) for line in lines) == [
         ("mine", f"g-{replica}", 0.5) for replica in range(3)
     ]
+
+
+def test_calls_of_a_stage_that_overlap_are_one_piece_of_its_work(tmp_path: Path) -> None:
+    for workers, expected in ((3, [3]), (1, [1, 1, 1])):
+        stages = [stage(entry="Together", kwargs={"calls": workers}, workers=workers)]
+        _, _, worked = asyncio.run(trained(stages, [group("g")], tmp_path / "stages.jsonl"))
+        assert [rows for _, _, _, rows in worked] == expected
+        assert all(name == "mine" and begin_s < end_s for name, begin_s, end_s, _ in worked)
+        assert worked == sorted(worked, key=lambda span: span[1])
 
 
 def test_without_stages_rewards_are_those_of_the_environment(tmp_path: Path) -> None:

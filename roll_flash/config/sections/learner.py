@@ -367,6 +367,9 @@ class LearnerConfig(Section):
     micro_batch_tokens: PositiveInt = 2048
     """Maximum tokens per forward pass, shared prefixes counted once; a larger group is split. Memory grows with it:
     about 1.6 MB per token for a model of 135 M parameters in float32."""
+    log_logprobs: bool = False
+    """Write the learner's log-probability of each computed token to `logs/learner_logprobs/`, for the last 64 steps:
+    about 11 bytes a token. The dashboard then colours tokens by the difference of sampler and learner."""
     max_skipped_steps: NonNegativeInt = 3
     """Maximum consecutive updates skipped because the gradient is not finite; after that the run stops."""
     start_timeout_s: PositiveFloat = 300.0

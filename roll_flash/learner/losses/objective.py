@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from roll_flash.config.sections.learner import LearnerConfig, is_own
 from roll_flash.config.user_code import load_function
+from roll_flash.engines.learner import SampleName
 from roll_flash.learner.losses.correction import MAX_ABS_LOG_RATIO
 from roll_flash.learner.losses.load_balancing import load_balancing_loss
 from roll_flash.learner.losses.policy import LossFunction, policy_loss, weighted_sum
@@ -49,6 +50,8 @@ class RowRecord:
     """Number of tokens of its sequences without sharing."""
     indicators: dict[str, Floats]
     """1 for each token that a clip or a correction changed, else 0."""
+    by_sample: Mapping[SampleName, Floats] = field(default_factory=dict)
+    """`logprobs` by sample, with `learner.log_logprobs`."""
 
 
 class Objective:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roll_flash.engines.inference import fill_experts
+from roll_flash.engines.learner import SampleName
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +39,7 @@ class TrainSequence:
     prox_logprobs: NDArray[np.float32] | None = None
     routed_experts: NDArray[np.int16] | None = None
     """[T, layers, k] as in `Trajectory`."""
+    name: SampleName | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,6 +130,14 @@ def with_prox_logprobs(
             spread[sequence.policy_mask] = values[row.sequence_ids == number]
             found[member] = replace(sequence, prox_logprobs=spread)
     return found
+
+
+def by_sample(
+    row: PackedRow, sequences: Sequence[TrainSequence], values: NDArray[np.float32]
+) -> dict[SampleName, NDArray[np.float32]]:
+    """Return `values` [policy tokens of the row] by the names of its sequences, each in the order of its tokens."""
+    names = [sequences[member].name for member in row.members]
+    return {name: values[row.sequence_ids == number] for number, name in enumerate(names) if name is not None}
 
 
 class _Tree:

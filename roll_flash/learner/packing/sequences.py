@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -46,7 +46,7 @@ class PlannedTrajectory:
         if branches:
             value = advantages[np.flatnonzero(first["policy_mask"])[-1]]
             found += [self._sequence(each, np.full(len(each["token_ids"]), value, np.float32)) for each in branches]
-        return found
+        return [replace(each, name=(self.episode_id, sample)) for sample, each in enumerate(found)]
 
     def _spread(self, length: int, turn_spans: Sequence[tuple[int, int]]) -> NDArray[np.float32]:
         if len(self.advantages) == 1:

@@ -545,7 +545,7 @@ class FsdpLearner:
             "grad_norm": max(update.grad_norm for update in updates),
             "optimizer_s": sum(update.seconds for update in updates),
         }
-        return StepResult(self._version, totals.policy_tokens, not applied, metrics)
+        return StepResult(self._version, totals.policy_tokens, not applied, metrics, totals.logprobs())
 
     def _count_skipped(self, skipped: bool) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0

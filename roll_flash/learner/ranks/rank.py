@@ -45,7 +45,7 @@ from roll_flash.learner.model.policy_model import (
 )
 from roll_flash.learner.model.weight_files import WeightFiles, halve_frozen
 from roll_flash.learner.packing.head_shape import head_shape
-from roll_flash.learner.packing.rows import PackedRow, TrainSequence, pack, with_prox_logprobs
+from roll_flash.learner.packing.rows import PackedRow, TrainSequence, by_sample, pack, with_prox_logprobs
 from roll_flash.learner.packing.sequences import PlannedTrajectory
 from roll_flash.learner.ranks import checkpoint
 from roll_flash.learner.ranks.device import CPU, rank_device, reserved_gpus
@@ -223,7 +223,10 @@ class LearnerRank:
             if row is None:
                 self._objective.idle_pass(supervised=supervised)
             else:
-                records.append(self._objective.add_gradient(row, supervised=supervised))
+                record = self._objective.add_gradient(row, supervised=supervised)
+                if self._config.log_logprobs:
+                    record = replace(record, by_sample=by_sample(row, sequences, record.logprobs))
+                records.append(record)
         return records
 
     def keep(self, planned: Sequence[PlannedTrajectory]) -> None:

@@ -9,7 +9,8 @@ from typing import Literal
 
 import numpy as np
 
-from roll_flash.learner.losses.objective import RowRecord, by_staleness, off_policy_metrics, staleness_metrics
+from roll_flash.engines.learner import SampleName
+from roll_flash.learner.losses.objective import Floats, RowRecord, by_staleness, off_policy_metrics, staleness_metrics
 from roll_flash.learner.losses.second_moment import SecondMoment
 from roll_flash.learner.losses.shaping import ShapedReward
 from roll_flash.learner.packing.rows import TrainSequence
@@ -71,6 +72,10 @@ class StepTotals:
 
     def add_rows(self, records: Iterable[RowRecord]) -> None:
         self._records.extend(records)
+
+    def logprobs(self) -> dict[SampleName, Floats]:
+        """Return what `StepResult.logprobs` has."""
+        return {name: values for record in self._records for name, values in record.by_sample.items()}
 
     def describe(self) -> str:
         """Format the counts for an error message."""

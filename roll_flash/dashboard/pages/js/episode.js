@@ -1,18 +1,20 @@
-// One episode: its conversation by turn, each sampled token in the colour of its log-probability, age or advantage.
+// One episode: its conversation by turn, each sampled token in a colour: log-probability, age, advantage, ...
 
 import { get } from "./api.js";
 import { badge, card, clock, folded, h, link, number, outcome, panel, plain, seconds, table } from "./dom.js";
 import { fate } from "./episodes.js";
 
-const COLOURS = [["none", "none"], ["logprob", "log-probability"], ["age", "age"], ["version", "version"], ["advantage", "advantage"]];
+const COLOURS = [["none", "none"], ["logprob", "log-probability"], ["age", "age"], ["version", "version"], ["advantage", "advantage"], ["difference", "learner minus sampler"]];
 
 export async function show(main, query, page) {
   const run = query.get("run"), id = query.get("id");
   const episode = await get("episode", { run, id }, page.signal);
   const conversation = h("div", { class: "conversation" });
   const token = h("p", { class: "muted token-detail", role: "status" });
+  const parts = episode.samples.flatMap((sample) => [...sample.turns.map((turn) => turn.tokens), ...sample.tokens]).filter(Boolean);
+  const missing = { advantage: episode.advantage === null, difference: !parts.some((tokens) => tokens.differences) };
   const draw = (by) => conversation.replaceChildren(...episode.samples.map((sample, i) => drawSample(run, episode, sample, i, by, token)));
-  const by = query.get("colour") ?? "logprob";
+  const by = query.get("colour") ?? (parts.some((tokens) => tokens.texts) ? "logprob" : "none");
   const choose = (name) => {
     query.set("colour", name);
     page.remember(query);
@@ -27,7 +29,7 @@ export async function show(main, query, page) {
     replicas(run, episode),
     h("section", { class: "panel" },
       h("div", { class: "toolbar" }, h("h2", {}, "Conversation"),
-        h("fieldset", { class: "choice" }, h("legend", {}, "Colour of tokens"), COLOURS.filter(([name]) => name !== "advantage" || episode.advantage !== null).map(([name, title]) =>
+        h("fieldset", { class: "choice" }, h("legend", {}, "Colour of tokens"), COLOURS.filter(([name]) => !missing[name]).map(([name, title]) =>
           h("label", {}, h("input", { type: "radio", name: "colour", value: name, checked: name === by, onchange: () => choose(name) }), title))),
         legend),
       token, conversation),
@@ -63,7 +65,8 @@ function replicas(run, episode) {
 function rewards(episode) {
   const named = Object.entries(episode.rewards && typeof episode.rewards === "object" ? episode.rewards : {});
   const turns = episode.samples[0].turns;
-  const rows = [...named.map(([name, value]) => [name, plain(value)]), ...(turns.length > 1 ? turns.map((turn, i) => [`turn ${i + 1}`, number(turn.reward)]) : [])];
+  const judged = (episode.trained_reward ?? episode.reward) === episode.reward ? [] : [["of the environment", number(episode.reward)], ["as trained, after stages", number(episode.trained_reward)]];
+  const rows = [...named.map(([name, value]) => [name, plain(value)]), ...judged, ...(turns.length > 1 ? turns.map((turn, i) => [`turn ${i + 1}`, number(turn.reward)]) : [])];
   return rows.length ? [panel("Rewards", h("div", { class: "narrow" }, table(["reward", "value#"], rows, { label: "rewards" })))] : [];
 }
 
@@ -110,15 +113,27 @@ function drawTokens(tokens, episode, by, detail) {
   const box = h("pre", { class: `tokens by-${by}`, tabindex: "0" });
   tokens.ids.forEach((id, i) => {
     const age = episode.trained ? episode.trained - 1 - tokens.versions[i] : episode.step - tokens.versions[i];
-    const level = levelOf(by, tokens.logprobs[i], age, tokens.versions[i], episode.advantage);
+    const difference = tokens.differences?.[i] ?? null;
+    const level = levelOf(by, { logprob: tokens.logprobs[i], age, version: tokens.versions[i], advantage: episode.advantage, difference });
     const one = document.createElement("span");
     one.className = level;
     one.textContent = tokens.texts ? tokens.texts[i] : `${id} `;
-    one.dataset.about = `token ${id} · log-probability ${number(tokens.logprobs[i])} (p ${number(Math.exp(tokens.logprobs[i]))}) · version ${tokens.versions[i]} · age ${age}`;
+    one.dataset.about = `token ${id} · log-probability ${number(tokens.logprobs[i])} (p ${number(Math.exp(tokens.logprobs[i]))}) · version ${tokens.versions[i]} · age ${age}${difference === null ? "" : ` · learner minus sampler ${number(difference)}`}`;
     box.append(one);
   });
   box.addEventListener("mouseover", (event) => {
     if (event.target.dataset.about) detail.textContent = event.target.dataset.about;
+  });
+  let here = null;
+  box.addEventListener("keydown", (event) => {
+    const next = { ArrowRight: here ? here.nextElementSibling : box.firstElementChild, ArrowLeft: here?.previousElementSibling }[event.key];
+    if (!next) return;
+    event.preventDefault();
+    here?.classList.remove("here");
+    here = next;
+    here.classList.add("here");
+    here.scrollIntoView({ block: "nearest" });
+    detail.textContent = here.dataset.about;
   });
   const notes = [];
   if (!tokens.texts) notes.push("Shown as numbers: the run has no tokenizer yet, it comes with the first checkpoint.");
@@ -126,10 +141,11 @@ function drawTokens(tokens, episode, by, detail) {
   return notes.length ? h("div", {}, box, h("p", { class: "muted" }, notes.join(" "))) : box;
 }
 
-function levelOf(by, logprob, age, version, advantage) {
+function levelOf(by, { logprob, age, version, advantage, difference }) {
   if (by === "logprob") return logprob === null ? "bad5" : `bad${Math.min(5, Math.floor(Math.sqrt(Math.max(0, -logprob)) * 2))}`;
   if (by === "age") return `age${Math.min(5, Math.max(0, age))}`;
   if (by === "version") return `v${version % 6}`;
+  if (by === "difference") return `${difference > 0 ? "up" : "bad"}${Math.min(5, Math.round(5 * Math.abs(difference ?? 0)))}`;
   const size = Math.min(5, Math.ceil(Math.abs(advantage) * 2));
   return advantage > 0 ? `up${size}` : `bad${size}`;
 }
@@ -140,6 +156,7 @@ function drawLegend(by) {
     age: [["age0", "age 0"], ["age1", "1"], ["age2", "2"], ["age3", "3"]],
     version: [["v0", "one colour per"], ["v1", "weight"], ["v2", "version"]],
     advantage: [["bad3", "below its group"], ["up3", "above"]],
+    difference: [["bad3", "less likely for the learner"], ["up3", "more likely"]],
   }[by] ?? [];
   return steps.map(([kind, text]) => h("span", { class: `swatch ${kind}` }, text || " "));
 }

@@ -17,6 +17,9 @@ export const CHARTS = [
   ["Groups without signal", "fraction of a step's groups", [["groups_without_signal", "without signal", 2]]],
 ];
 
+// Time between two diagnoses, which read many episodes.
+const JUDGE_MS = 15000;
+
 export async function show(main, query, page) {
   const run = query.get("run");
   const extra = query.getAll("metric");
@@ -63,12 +66,23 @@ export async function show(main, query, page) {
     grid.append(chart.element);
   }
 
+  // Comes after the rest, and anew while the run goes on.
+  let judgedAt = -JUDGE_MS, timer;
+  function judge() {
+    clearTimeout(timer);
+    timer = setTimeout(() => {
+      if (about.kind !== "run" || !health.isConnected) return;
+      judgedAt = performance.now();
+      get("findings", { run }, page.signal).then(({ findings }) => health.replaceChildren(judged(findings)), page.fail);
+    }, judgedAt + JUDGE_MS - performance.now());
+  }
+
   await update();
-  if (about.kind === "run") get("findings", { run }, page.signal).then(({ findings }) => health.replaceChildren(judged(findings)), page.fail);
-  return { update };
+  judge();
+  return { update: () => update().then(judge) };
 }
 
-// What the rules of `roll-flash diagnose` say; it comes after the rest, as it reads many episodes.
+// What the rules of `roll-flash diagnose` say.
 function judged(findings) {
   const kinds = { error: "bad", warning: "warn" };
   const rows = findings.map((finding) => h("li", {}, h("p", {}, badge(finding.severity, kinds[finding.severity]), " ", h("b", {}, finding.name), `: ${finding.summary}`),

@@ -1,4 +1,4 @@
-// Where the time went: a canvas with lanes for the learner, the servers and the episodes; drag, wheel or keys zoom to one turn.
+// Where the time went: a canvas with lanes for the learner, the stages, the servers and the episodes; drag, wheel or keys zoom to one turn.
 
 import { get } from "./api.js";
 import { colour } from "./charts.js";
@@ -193,7 +193,7 @@ class Timeline {
     const lanes = [{ name: "steps", height: LANE, draw: (top) => this.steps(top) }];
     for (const kind of Object.keys(busy)) {
       const name = kind in KINDS ? { accumulate: "learner: gradient", update: "learner: update", stage: "learner: copy", publication: "publication" }[kind] : kind;
-      const draw = work ? (top) => work.filter((span) => span.kind === kind).forEach((span) => this.box(span.begin_s, span.end_s, top, LANE, KINDS[kind] ?? "--c6", { text: `${name}, step ${span.step}: ${seconds(span.end_s - span.begin_s)}${span.tokens ? `, ${number(span.tokens)} tokens` : ""}` }))
+      const draw = work ? (top) => work.filter((span) => span.kind === kind).forEach((span) => this.box(span.begin_s, span.end_s, top, LANE, KINDS[kind] ?? "--c6", { text: `${name}, step ${span.step}: ${seconds(span.end_s - span.begin_s)}${span.tokens ? `, ${number(span.tokens)} tokens` : ""}${span.rows ? `, ${number(span.rows)} trajectories` : ""}` }))
         : (top) => this.density(busy[kind], top, LANE, KINDS[kind] ?? "--c6", 1);
       lanes.push({ name, height: LANE, draw });
     }
@@ -286,7 +286,7 @@ class Timeline {
     const kinds = Object.entries(busy).map(([kind, values]) => [kind, share(mean(values))]);
     const without = running.filter((value) => value < 0.5).length / running.length;
     const parts = [table(["part", "busy#"], [...kinds, ["at least one episode", share(1 - without)]], { label: "busy" })];
-    this.legend.replaceChildren(...[["k3", "the model, copy of weights"], ["k2", "environment, running episodes"], ["k1", "gradient"], ["k4", "update"], ["k5", "publication"]].map(([key, text]) => h("li", {}, h("i", { class: `key ${key}` }), text)));
+    this.legend.replaceChildren(...[["k3", "the model, copy of weights"], ["k2", "environment, running episodes"], ["k1", "gradient"], ["k4", "update"], ["k5", "publication"], ["k6", "stages"]].map(([key, text]) => h("li", {}, h("i", { class: `key ${key}` }), text)));
     const gaps = work ? idleGaps(work, begin, end) : [];
     const slow = [...(episodes ?? [])].sort((a, b) => b.end_s - b.begin_s - (a.end_s - a.begin_s)).slice(0, 8);
     this.facts.replaceChildren(h("div", { class: "grid" },
@@ -297,7 +297,7 @@ class Timeline {
 }
 
 export function idleGaps(work, begin, end) {
-  const spans = work.filter((span) => span.kind !== "publication").map((span) => [span.begin_s, span.end_s]).sort((a, b) => a[0] - b[0]);
+  const spans = work.filter((span) => span.kind in KINDS && span.kind !== "publication").map((span) => [span.begin_s, span.end_s]).sort((a, b) => a[0] - b[0]);
   const gaps = [];
   let until = spans.length ? Math.max(begin, spans[0][0]) : end;
   for (const [from, to] of spans) {
