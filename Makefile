@@ -58,8 +58,8 @@ test-nightly: agents-image model browser ## run the tests that are too long for 
 	@$(BIN)/python -m pytest -m nightly tests
 	@$(BIN)/python benchmarks/all.py --quick
 
-test-adapters: $(ADAPTERS)/installed ## test the adapters with the packages that they adapt
-	@$(ADAPTERS)/bin/python -m pytest -m adapters tests/envs
+test-adapters: $(ADAPTERS)/installed ## test adapters and exporters with the packages that they adapt
+	@$(ADAPTERS)/bin/python -m pytest -m adapters tests/envs tests/monitor
 
 $(ADAPTERS)/installed: $(ADAPTERS_PINS) | $(STAMP)
 	@sh requirements/install_adapters.sh "$(VENV)" "$(ADAPTERS)"

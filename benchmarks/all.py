@@ -60,6 +60,7 @@ BENCHMARKS = [
     Benchmark("dashboard", ("dashboard.py",)),
     Benchmark("monitoring", ("monitoring.py",)),
     Benchmark("journal", ("monitoring.py", "--of", "journal")),
+    Benchmark("exporters", ("exporters.py",)),  # in the environment of the adapters' tests
     Benchmark("gateway", ("gateway.py",), writes=False),
     Benchmark("sandbox", ("sandbox.py",)),
     Benchmark("evaluate", ("evaluate.py",)),

@@ -23,6 +23,7 @@ from roll_flash.models.context_length import check_context_length
 from roll_flash.models.folder import check_chat_template, check_model_folder
 from roll_flash.models.prepare import resolve_model
 from roll_flash.models.shape import has_experts
+from roll_flash.monitor.exporters.export import check_exporters
 from roll_flash.planner.machines.fit import Fit, fit_here
 from roll_flash.run.checkpoints.store import store_of
 from roll_flash.sandboxes import SandboxSpec, SandboxUnavailable
@@ -72,6 +73,7 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
                 check_environments([first], config.rollout)
     specs = [env.sandbox_spec or default_spec(config.sandbox) for env in in_sandboxes]
     if trains:
+        check_exporters(config.monitor.export)
         check_stages(config)
         if (store := store_of(config)) is not None:
             store.check()

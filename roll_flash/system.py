@@ -27,6 +27,7 @@ from roll_flash.evaluation.result import EvalResult
 from roll_flash.inference.open import open_engine, why_no_replay
 from roll_flash.learner.warm_start import warm_start
 from roll_flash.monitor.episodes import EpisodesWriter
+from roll_flash.monitor.exporters.export import Exports
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.monitor.progress import Progress
 from roll_flash.planner.machines.fit import Fit, fit_here, parts_on
@@ -253,10 +254,13 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
         resumed = await resume(config, run_dir, start.checkpoint, learner, progress.note)
     elif start.resumes:
         run_dir.begin_again()
+    exports = Exports.of(config.model_dump(mode="json"), run_dir.folder, progress.note)
+    stack.push_async_callback(call_in_thread, exports.close)
     metrics = MetricsLog(
         run_dir.folder,
         config.monitor.tensorboard,
         resume_at=learner.version if resumed else -1 if start.resumes else None,
+        exports=exports,
     )
     stack.callback(metrics.close)
     episodes = stack.enter_context(EpisodesWriter(run_dir.episodes))

@@ -149,7 +149,9 @@ class Trainer:
         with doing("the copy of the last checkpoint", "it is not written"):
             await system.checkpoints.copied()
         self._progress.note("closing servers, workers and Ray (usually 5-30 s)")
-        return summarize(system.run_dir.folder, before=before, after=after, books=system.rollout.books())
+        summary = summarize(system.run_dir.folder, before=before, after=after, books=system.rollout.books())
+        system.metrics.exports.finish(summary)
+        return summary
 
     async def checkpoint(self) -> None:
         """Wait for a complete checkpoint of the newest version."""

@@ -537,7 +537,8 @@ def test_every_key_is_read_somewhere() -> None:
     package = Path(roll_flash.__file__).parent
     folders = (package, (package / "envs").resolve(), (package / "sandboxes").resolve())
     sources = {path for folder in folders for path in folder.rglob("*.py") if path.parent.name != "config"}
-    read = {word for path in sources for words in re.findall(r"\.(\w+)|\b(\w+): ", path.read_text()) for word in words}
+    form = re.compile(r"\.(\w+)|\b(\w+): |\[\"(\w+)\"\]")
+    read = {word for path in sources for words in form.findall(path.read_text()) for word in words}
     assert {key.rsplit(".", 1)[-1] for key in all_keys(Config)} - read == set()
 
 

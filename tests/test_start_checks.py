@@ -30,6 +30,7 @@ from roll_flash.config.user_code import load_object
 from roll_flash.errors import ConfigError, ModelError, PlacementError
 from roll_flash.inference.vllm import server as vllm_server
 from roll_flash.models.prepare import resolve_model
+from roll_flash.monitor.exporters.systems import EXPORTERS
 from roll_flash.planner.machines import cpu_check, fit
 from roll_flash.planner.machines.memory import GIB
 from roll_flash.processes.ray import local_ray
@@ -173,6 +174,24 @@ def test_a_dry_run_makes_each_task_source_of_the_user_once(levels: list[dict[str
     lines = dry_run.dry_run(config("inference.engine=transformers", f"runs={tmp_path}", envs=envs))
     assert f"tasks: {7 * max(1, len(levels))} to train on" in lines
     assert load_object(entry_point).made == [*levels, {}]
+
+
+def test_a_missing_library_of_another_system_for_metrics_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make, _, packages = EXPORTERS["mlflow"]
+    monkeypatch.setitem(EXPORTERS, "mlflow", (make, "no_such_library", packages))
+    run = config("monitor.export=[otel, mlflow]", "inference.engine=transformers", f"runs={tmp_path}")
+    for start in (dry_run.dry_run, trainer.train):
+        with pytest.raises(ConfigError, match=r"monitor\.export: mlflow: .*; pip install mlflow$"):
+            start(run)
+    assert not run.run_folder.exists()
+    assert check_parts(run, trains=False).model_folder is not None
+
+
+def test_a_dry_run_names_the_systems_that_get_the_metrics(tmp_path: Path) -> None:
+    run = config("monitor.export=[otel, prometheus]", "inference.engine=transformers", f"runs={tmp_path}")
+    assert "metrics also go to: otel, prometheus" in dry_run.dry_run(run)
 
 
 def test_a_tokenizer_that_has_changed_is_loaded_anew(tmp_path: Path) -> None:

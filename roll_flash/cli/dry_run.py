@@ -40,6 +40,8 @@ def dry_run(config: Config, *, resume: bool = False) -> list[str]:
         existing = len(list_checkpoints(config.run_folder)) if resume else 0
         placement.append(f"disk: {check_disk(config, checked.model_folder, existing=existing)}")
     folders = [f"run folder: {config.run_folder}", *changes]
+    if config.monitor.export:
+        folders.append(f"metrics also go to: {', '.join(config.monitor.export)}")
     return [f"model: {checked.model_folder}", tasks, *tried, *placement, *folders]
 
 

@@ -338,6 +338,16 @@ class MonitorConfig(Section):
     """Maximum seconds in which no episode ends; after that the run stops and names what it waits for. None:
     `rollout.episode_timeout_s` + `rollout.step_timeout_s` (to close it) + 60, so that slow episodes end by
     themselves."""
+    export: tuple[Literal["wandb", "mlflow", "prometheus", "otel"], ...] = ()
+    """Other systems that get the metrics, each through its own library (docs/exporters.md): Weights & Biases, MLflow,
+    Prometheus, OpenTelemetry. Their keys and addresses come from the variables of their libraries."""
+    export_project: Annotated[str, Field(min_length=1)] = "roll-flash"
+    """Project in Weights & Biases, experiment in MLflow. The run has its `name` there."""
+    export_offline: bool = False
+    """Weights & Biases and MLflow only write to the run folder (`wandb/`, `mlflow.db`), and nothing is sent."""
+    prometheus_port: Annotated[int, Field(ge=1, le=MAX_PORT)] = 9464
+    """Port of `/metrics` on the loopback address of the driver's machine. It asks for no key: other users of this
+    machine can read it."""
 
 
 class RayConfig(Section):

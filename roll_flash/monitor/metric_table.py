@@ -11,7 +11,8 @@ _INTRODUCTION = """\
 # Every metric of a run
 
 A run writes its metrics to `metrics.jsonl` (one JSON line per step, and one per evaluation and checkpoint; `step` and
-`time`, a Unix time in seconds, are in each) and to TensorBoard. `on_step` of the Python API gets the same names.
+`time`, a Unix time in seconds, are in each) and to TensorBoard. `on_step` of the Python API gets the same names, and so
+do [other systems](exporters.md).
 
 A name is `PART/WHAT`; names without a part are of the step itself: its episodes, its tokens, and the learner's update.
 A name ends with its unit where it has one (`_s`, `_mib`). A count is a number of things; *so far* means since the start
@@ -268,6 +269,7 @@ TABLE: dict[str, list[Metric]] = {
         Metric("warm_start/first_loss", NATS, "loss per token of the first supervised step"),
         Metric("warm_start/last_loss", NATS, "of the last one"),
         Metric("metrics/not_finite", COUNT, "values of this line that were NaN or infinite"),
+        Metric("export/dropped_{system}", SO_FAR, "lines that a system of `monitor.export` did not take"),
     ],
     "The machine of the driver": [
         Metric("machine/disk_free_gib", "GiB", "free space of the disk of the run folder"),

@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON line per call of `log`, and TensorBoard scalars.
+"""Metrics of a run: one JSON line per call of `log`, TensorBoard scalars, and what other systems get.
 
 The constants below are the names that the progress line, the plot and the summary use.
 """
@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from roll_flash.checked_files import DamagedFileError, decode, lines_of, open_checked
+from roll_flash.monitor.exporters.export import Exports
 from roll_flash.monitor.json_lines import JsonLinesFile, read_lines
 from roll_flash.terminal import say
 
@@ -53,8 +54,12 @@ Metrics = Mapping[str, Any]
 class MetricsLog:
     """Append to `metrics.jsonl` of a run folder. NaN and infinity become null and are counted, never invalid JSON."""
 
-    def __init__(self, run_dir: Path, tensorboard: bool, *, resume_at: int | None = None) -> None:
-        """`resume_at`: step from which the run continues; lines of later steps move to `metrics.jsonl.bak`."""
+    def __init__(
+        self, run_dir: Path, tensorboard: bool, *, resume_at: int | None = None, exports: Exports | None = None
+    ) -> None:
+        """`resume_at`: step from which the run continues; lines of later steps move to `metrics.jsonl.bak`. `exports`
+        get the same values; whoever opened them closes them."""
+        self.exports = exports or Exports({}, lambda _: None)
         path = run_dir / FILE_NAME
         if resume_at is not None:
             keep_steps_until(path, resume_at)
@@ -70,8 +75,9 @@ class MetricsLog:
         now = time.time()
         numbers = as_numbers(metrics)
         bad = sum(not math.isfinite(value) for value in numbers.values())
-        counted: dict[str, Any] = {NOT_FINITE: bad} if bad else {}
+        counted: dict[str, Any] = {**({NOT_FINITE: bad} if bad else {}), **self.exports.metrics()}
         self._file.write({"step": step, "time": now, **numbers, **counted})
+        self.exports.log(step, now, {**numbers, **counted})
         if self._writer is not None:
             for name, value in numbers.items():
                 if math.isfinite(value):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ConfigError
+from roll_flash.monitor.exporters.config_values import leaves
 
 _WEIGHTS = "the checkpoint's weights have its names and shapes"
 _TASKS = "the checkpoint has the place in its tasks"
@@ -54,21 +54,9 @@ def _fixed(config: Config) -> list[tuple[str, Any, str]]:
 
 def changed_keys(old: Config, new: Config) -> list[str]:
     """Return `key: old -> new` for each key of which the two configs have different values, sorted by key."""
-    before, after = (dict(_leaves(config.model_dump(mode="json"))) for config in (old, new))
+    before, after = (dict(leaves(config.model_dump(mode="json"))) for config in (old, new))
     return [
         f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
     ]
-
-
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    prefix = f"{key}." if key else ""
-    if isinstance(value, Mapping) and value:
-        for name, each in value.items():
-            yield from _leaves(each, f"{prefix}{name}")
-    elif isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
-        for number, each in enumerate(value):
-            yield from _leaves(each, f"{prefix}{number}")
-    else:
-        yield key, value

@@ -25,6 +25,7 @@ RUN_BY = {
     "docs/diagnosis.md": {"sh": "tests/diagnosis/test_docs.py"},
     "docs/environments.md": dict.fromkeys(("sh", "yaml", "python"), "tests/envs/test_docs.py"),
     "docs/evaluation.md": dict.fromkeys(("sh", "yaml"), "tests/evaluate/test_evaluation_docs.py"),
+    "docs/exporters.md": dict.fromkeys(("yaml", "python"), "tests/monitor/test_exporters.py"),
     "docs/gateway.md": dict.fromkeys(("sh", "python"), "tests/gateway/test_gateway_docs.py"),
     "docs/gpu.md": {"sh": "tests/gpu_check/test_gpu_docs.py"},
     "docs/inference.md": {"yaml": "tests/docs/test_examples.py"},
