@@ -46,7 +46,7 @@ from roll_flash.rollout.episodes.episode import Deadlines
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.live_figures import LiveFigures
 from roll_flash.rollout.rollout import Rollout
-from roll_flash.rollout.turns import TurnFile, read_turns
+from roll_flash.rollout.turn_file import TurnFile, read_turns
 from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
 from roll_flash.run.checkpoints.disk_use import check_disk, checkpoint_bytes
 from roll_flash.run.checkpoints.store import CheckpointCopies, store_of
@@ -261,7 +261,7 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
     stack.callback(metrics.close)
     episodes = stack.enter_context(EpisodesWriter(run_dir.episodes))
     stream = TrajectoryStream(stage_consumers(config.stages))
-    rollout = _open_rollout(stack, start, resumed, fleet, episodes, stream, learner.version)
+    rollout = _open_rollout(stack, start, resumed, fleet, episodes, stream, learner.version, progress.note)
     with doing("the start", "stages are not ready"):
         stages = await stack.enter_async_context(open_stages(config.stages, stream, run_dir.logs / "stages.jsonl"))
     publisher = await _open_publisher(stack, start, learner, engine, rollout)
@@ -571,16 +571,19 @@ def _open_rollout(
     episodes: EpisodesWriter,
     stream: TrajectoryStream,
     version: int,
+    note: Callable[[str], None],
 ) -> Rollout:
     tasks, journal = open_tasks(start.config), Journal(start.run_dir.journal)
     stack.callback(journal.close)
     journal.begin(journal.newest(start.checkpoint.step if start.checkpoint else 0))
     if resumed is not None and not resumed.recovery.is_marked:
         journal.write({"event": "state", "mark": resumed.recovery.mark})
-    turns = TurnFile(start.run_dir.journal / "turns.jsonl")
+    turns = TurnFile(start.run_dir.journal)
     stack.callback(turns.close)
     if resumed is not None:
-        fleet.turns = read_turns(turns.path)
+        fleet.turns, damage = read_turns(start.run_dir.journal)
+        if damage:
+            note(damage)
     try:
         rollout = Rollout(
             start.config,
@@ -601,5 +604,5 @@ def _open_rollout(
             f"{start.run_dir.journal}: cannot be repeated ({error}); move it away to go on from the checkpoint of step "
             f"{resumed.checkpoint.step} alone"
         ) from None
-    turns.begin(fleet.turns.lines())
+    turns.begin(fleet.turns.records())
     return rollout

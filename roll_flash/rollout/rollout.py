@@ -23,7 +23,8 @@ from roll_flash.processes.background import error_of, start_background
 from roll_flash.rollout.episode_log import EpisodeLog
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.recovery import MicroBatches, Recovery
-from roll_flash.rollout.turns import SentTurn, TurnFile
+from roll_flash.rollout.turn_file import TurnFile
+from roll_flash.rollout.turns import SentTurn
 from roll_flash.run.journal import Event, Journal
 from roll_flash.scheduling.async_ratio import Decision, StepMeasurement, controller_of
 from roll_flash.scheduling.group_queues import OpenGroup
@@ -86,7 +87,7 @@ class Rollout:
         self._last_causes: Counter[str] = Counter()
         self._last_message = ""
         self._tasks_ended = False
-        self._notices = [str(fleet.turns)] if recovery is not None and fleet.turns.lines() else []
+        self._notices = [str(fleet.turns)] if recovery is not None and fleet.turns.records() else []
         self._error: BaseException | None = None
         self._last_progress = time.monotonic()
         self._waiting: Activity | None = None
@@ -188,7 +189,7 @@ class Rollout:
         """Return the checkpoint state as JSON, for `Recovery`. What is decided from now on is journaled as after it:
         after its `mark`, since an earlier try of a checkpoint of this step may have begun the same file."""
         mark = secrets.token_hex(8)
-        self._log.begin_journal(self.scheduler.learner_version, self._fleet.turns.lines())
+        self._log.begin_journal(self.scheduler.learner_version, self._fleet.turns.records())
         self._note({"event": "state", "mark": mark})
         groups = self.scheduler.unfinished_groups()
         return {
@@ -293,7 +294,7 @@ class Rollout:
         if turn.episode_id in self.scheduler.running_ids:  # not of an evaluation
             if self._waiting is not None:
                 self._waiting.begin()
-            self._log.note_turn(turn.line)
+            self._log.note_turn(turn.record)
 
     def _note(self, event: Event) -> None:
         if self._has_journal:
