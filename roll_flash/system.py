@@ -52,7 +52,7 @@ from roll_flash.run.checkpoints.disk_use import check_disk, checkpoint_bytes
 from roll_flash.run.checkpoints.store import CheckpointCopies, store_of
 from roll_flash.run.checkpoints.writer import CheckpointWriter
 from roll_flash.run.episode_space import EpisodeSpace
-from roll_flash.run.journal import Journal
+from roll_flash.run.journal import Journal, state_event
 from roll_flash.run.run_dir import Checkpoint, RunDir, link_folder
 from roll_flash.run.trained_tasks import TrainedTasks
 from roll_flash.sandboxes import SandboxSpec
@@ -577,7 +577,7 @@ def _open_rollout(
     stack.callback(journal.close)
     journal.begin(journal.newest(start.checkpoint.step if start.checkpoint else 0))
     if resumed is not None and not resumed.recovery.is_marked:
-        journal.write({"event": "state", "mark": resumed.recovery.mark})
+        journal.write(state_event(resumed.recovery.mark, resumed.recovery.ended()))
     turns = TurnFile(start.run_dir.journal)
     stack.callback(turns.close)
     if resumed is not None:

@@ -25,7 +25,7 @@ from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.recovery import MicroBatches, Recovery
 from roll_flash.rollout.turn_file import TurnFile
 from roll_flash.rollout.turns import SentTurn
-from roll_flash.run.journal import Event, Journal
+from roll_flash.run.journal import Event, Journal, state_event
 from roll_flash.scheduling.async_ratio import Decision, StepMeasurement, controller_of
 from roll_flash.scheduling.group_queues import OpenGroup
 from roll_flash.scheduling.scheduler import Scheduler
@@ -190,17 +190,15 @@ class Rollout:
         after its `mark`, since an earlier try of a checkpoint of this step may have begun the same file."""
         mark = secrets.token_hex(8)
         self._log.begin_journal(self.scheduler.learner_version, self._fleet.turns.records())
-        self._note({"event": "state", "mark": mark})
         groups = self.scheduler.unfinished_groups()
+        ended = {group.group_id: [each.episode_id for each in group.trajectories] for group in groups}
+        self._note(state_event(mark, ended))
         return {
             "mark": mark,
             "version": self.scheduler.learner_version,
             "tasks": self._tasks.state(),
             "next_group": self.scheduler.next_group,
-            "groups": [
-                [group.number, group.task.to_dict(), group.requeues, [each.episode_id for each in group.trajectories]]
-                for group in groups
-            ],
+            "groups": [[group.number, group.task.to_dict(), group.requeues, ended[group.group_id]] for group in groups],
             "requeued": [[task.to_dict(), requeues] for task, requeues in self.scheduler.requeued_tasks],
             "async_ratio": self._controller.state() if self._controller else None,
         }

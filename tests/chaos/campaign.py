@@ -209,16 +209,16 @@ class Campaign:
         self._wait(f"the moment of {case}", RECOVERY_S, condition, MOMENT_POLL_S)
 
     def _journal_grows_by(self, text: bytes) -> Callable[[], bool]:
-        files = {path: path.stat().st_size for path in self.folder.glob("journal/*.jsonl")}
+        def newest() -> Path:
+            return max(self.folder.glob("journal/after_step_*.jsonl"))  # older ones are compressed at any time
+
+        file_before = newest()
+        size_before = file_before.stat().st_size
 
         def look() -> bool:
-            for path in self.folder.glob("journal/*.jsonl"):
-                with path.open("rb") as file:
-                    file.seek(files.get(path, 0))
-                    new = file.read()
-                if text in new:
-                    return True
-            return False
+            with (path := newest()).open("rb") as file:
+                file.seek(size_before if path == file_before else 0)
+                return text in file.read()
 
         return look
 

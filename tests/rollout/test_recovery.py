@@ -36,7 +36,7 @@ from roll_flash.rollout.recovery import Recovery
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.turns import TurnBook
 from roll_flash.run.episode_space import EpisodeSpace
-from roll_flash.run.journal import Damage, Journal, cut_at, read_journal, set_aside
+from roll_flash.run.journal import Damage, Journal, compress_finished, cut_at, read_journal, set_aside, state_event
 from roll_flash.run.run_dir import Checkpoint, RunDir
 from roll_flash.run.verify import verify_run
 from roll_flash.stream import LearnerLoader, TrajectoryStream, finished_episode
@@ -138,7 +138,7 @@ async def play(
     stream, journal = TrajectoryStream(), Journal(run_dir.journal)
     journal.begin(journal.newest(resumed.checkpoint.step if resumed else 0))
     if resumed is not None and not resumed.recovery.is_marked:
-        journal.write({"event": "state", "mark": resumed.recovery.mark})
+        journal.write(state_event(resumed.recovery.mark, resumed.recovery.ended()))
     with EpisodesWriter(run_dir.episodes) as files:
         run = Rollout(
             config,
@@ -221,9 +221,17 @@ def test_what_a_run_compresses_and_removes_is_missed_by_no_resume(
         resumed, learner = await resumed_from(config, said)
         assert (resumed.recovery.version, resumed.checkpoint.step, len(said)) == (5, 4, 2), said
         assert learner.steps[5] == whole.steps[5]
-        log = next(finding for finding in verify_run(copy) if finding.check == "log")
-        assert log.ok
-        assert "are not checked: the episodes before step 3 were removed from the disk" in log.detail
+        names = {path.name for path in (copy / "journal").glob("after_step_*")}
+        assert names == {"after_step_000002.jsonl.gz", "after_step_000004.jsonl"}
+        findings = {finding.check: finding for finding in verify_run(copy)}
+        assert not [finding for finding in findings.values() if not finding.ok]
+        gone = "are not checked: the episodes before step 3 were removed from the disk"
+        assert gone in findings["log"].detail
+        assert "those before step 2 were removed with their episodes" in findings["journal"].detail
+        (copy / "journal/after_step_000002.jsonl.gz").unlink()
+        findings = {finding.check: finding for finding in verify_run(copy)}
+        assert "those before step 4 are missing" in findings["journal"].detail
+        assert [name for name, finding in findings.items() if not finding.ok] == ["journal"]
 
     asyncio.run(run())
 
@@ -436,6 +444,40 @@ def test_a_run_whose_newest_checkpoint_is_damaged_repeats_the_steps_since_the_on
         assert not [finding for finding in verify_run(copy) if not finding.ok]
 
     asyncio.run(run())
+
+
+def test_a_journal_that_is_compressed_is_read_and_repaired_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "SMALL_BYTES", 0)
+    journal = Journal(tmp_path)
+    for step in (0, 2, 4):
+        journal.begin(step)
+        journal.write({"event": "dropped", "group": f"g{step}"})
+    events, _ = read_journal(tmp_path)
+    compress_finished(tmp_path, lambda: True)
+    packed = [f"after_step_00000{step}.jsonl.gz" for step in (0, 2)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*packed, "after_step_000004.jsonl"]
+    assert read_journal(tmp_path) == (events, None)
+    assert read_journal(tmp_path, 2) == (events[2:], None)
+    journal.close()
+
+    flip(tmp_path / packed[1])
+    left, damage = read_journal(tmp_path)
+    assert damage is not None
+    assert (left, damage.step) == (events[:2], 2)
+    cut_at(tmp_path, damage)
+    assert read_journal(tmp_path) == (events[:2], None)
+    journal.begin(journal.newest(0))
+    journal.write({"event": "dropped", "group": "g7"})
+    journal.close()
+    again, damage = read_journal(tmp_path)
+    assert damage is None
+    assert [event.get("group") for event in again] == [None, "g0", None, "g7"]
+
+    set_aside(tmp_path, 0)
+    assert read_journal(tmp_path) == ([], None)
+    assert (tmp_path / f"{packed[0]}.bak").exists()
 
 
 def test_a_journal_file_that_is_cut_short_before_the_last_one_is_damaged(tmp_path: Path) -> None:
