@@ -60,6 +60,7 @@ BENCHMARKS = [
     Benchmark("dashboard", ("dashboard.py",)),
     Benchmark("monitoring", ("monitoring.py",)),
     Benchmark("journal", ("monitoring.py", "--of", "journal")),
+    Benchmark("long_run", ("long_run.py",)),
     Benchmark("gateway", ("gateway.py",), writes=False),
     Benchmark("sandbox", ("sandbox.py",)),
     Benchmark("evaluate", ("evaluate.py",)),
