@@ -411,7 +411,9 @@ def test_a_run_bears_kill_9_of_its_learner_and_resumes_after_kill_9_of_its_drive
             [recorded] = decode(turns.of(row["episode_id"]))
             first = row["turns"][0]
             assert row["token_ids"][first["start"] : first["end"]] == recorded.generation.token_ids.tolist()
-    assert run("verify", str(tmp_path / "killed"))[0] == 0
+    code, output = run("verify", str(tmp_path / "killed"), "--repeat")
+    assert code == 0, output
+    assert f"lead to checkpoint {trained[-1] + 1}, bit by bit" in output
 
 
 def test_docker_without_an_engine_is_one_clear_line_before_anything_starts(tmp_path: Path) -> None:
