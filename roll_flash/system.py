@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -57,7 +57,7 @@ from roll_flash.run.run_dir import Checkpoint, RunDir, link_folder
 from roll_flash.run.trained_tasks import TrainedTasks
 from roll_flash.sandboxes import SandboxSpec
 from roll_flash.sandboxes.scratch import sweep_folders
-from roll_flash.stages.running import RunningStages, open_stages, stage_consumers
+from roll_flash.stages.running import RunningStages, open_stages, recorded_scores, stage_consumers
 from roll_flash.start_checks import Checked
 from roll_flash.stream import TrajectoryStream
 from roll_flash.terminal import say
@@ -229,6 +229,12 @@ async def open_system(
             watchdog.close_begins()
 
 
+def _scored_before(run_dir: RunDir, resumed: Resumed | None) -> Collection[str]:
+    """Return the episodes whose recorded scores hold: those that a resumed run has kept, unless its stages changed."""
+    changed = any(line.startswith("stages") for line in run_dir.config_changes)
+    return resumed.trajectories.keys() if resumed is not None and not changed else ()
+
+
 async def _show_live_figures(stack: AsyncExitStack, system: System, activities: Activities, progress: Progress) -> None:
     figures = LiveFigures(system.rollout, system.fleet, system.engine, system.stream, activities, progress.show)
     await stack.enter_async_context(background_task(figures.run(), "the live figures"))
@@ -263,7 +269,9 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
     stream = TrajectoryStream(stage_consumers(config.stages))
     rollout = _open_rollout(stack, start, resumed, fleet, episodes, stream, learner.version, progress.note)
     with doing("the start", "stages are not ready"):
-        stages = await stack.enter_async_context(open_stages(config.stages, stream, run_dir.logs / "stages.jsonl"))
+        log = run_dir.logs / "stages.jsonl"
+        known = await call_in_thread(lambda: recorded_scores(log, _scored_before(run_dir, resumed)))
+        stages = await stack.enter_async_context(open_stages(config.stages, stream, log, known))
     publisher = await _open_publisher(stack, start, learner, engine, rollout)
     copies = await _open_copies(stack, start, progress.note)
     checkpoints = _open_checkpoints(start, learner, rollout, copies)
