@@ -39,6 +39,8 @@ class Logged:
     """What the log has of a trajectory with an intact line. `versions`: lowest and highest of its policy tokens."""
 
     versions: tuple[int, int]
+    went_back: bool
+    """A server answered a turn with older weights than an earlier turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ def _verified(folder: Path) -> list[Finding]:
         _trained_once(begin, events, trained),
         _in_the_log(trained, logged, damaged, folder / "episodes", removed),
         _staleness(trained, logged),
+        _versions_of_servers(logged),
         _steps(trained, {step: row for step, row in rows.items() if step > begin.step}, checkpoints),
     ]
 
@@ -164,6 +167,13 @@ def _staleness(trained: Iterable[Event], logged: Mapping[str, Logged]) -> Findin
     )
 
 
+def _versions_of_servers(logged: Mapping[str, Logged]) -> Finding:
+    """Within an episode, whose turns follow each other, no server goes back to older weights."""
+    wrong = [name for name, found in logged.items() if found.went_back]
+    good = f"in {len(logged)} episodes no server went back"
+    return _finding("versions", wrong, good, "have a turn of older weights than an earlier turn of the same server")
+
+
 def _steps(trained: list[Event], rows: Mapping[int, Mapping[str, Any]], checkpoints: list[int]) -> Finding:
     """Steps follow each other; metrics and checkpoints speak of the same ones, with the same number of episodes."""
     versions = [step["version"] for step in trained]
@@ -196,11 +206,29 @@ def _read_log(folder: Path) -> tuple[dict[str, Logged], int]:
                 damaged += line.endswith(b"\n")
             elif b'"kind":"trajectory"' in line[:80]:
                 record = decode(line)  # one that was cut short is there twice: the last counts
-                found[record["episode_id"]] = Logged(_versions(record))
+                found[record["episode_id"]] = Logged(_versions(record), any(map(_went_back, _samples(record))))
     return found, damaged
 
 
 def _versions(record: Mapping[str, Any]) -> tuple[int, int]:
-    samples = [record, *record["branches"]]
-    own = [v for each in samples for v, mine in zip(each["versions"], each["policy_mask"], strict=True) if mine]
+    own = [
+        v for each in _samples(record) for v, mine in zip(each["versions"], each["policy_mask"], strict=True) if mine
+    ]
     return min(own, default=0), max(own, default=0)
+
+
+def _samples(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [record, *record["branches"]]
+
+
+def _went_back(sample: Mapping[str, Any]) -> bool:
+    """Compare the last tokens of turns: those before may be of another server, which died in the turn."""
+    newest: dict[str, int] = {}
+    for turn in sample["turns"]:
+        span = slice(turn["start"], turn["end"])
+        own = [v for v, mine in zip(sample["versions"][span], sample["policy_mask"][span], strict=True) if mine]
+        if own and (server := turn.get("server")):
+            if own[-1] < newest.get(server, own[-1]):
+                return True
+            newest[server] = own[-1]
+    return False

@@ -306,6 +306,17 @@ def age(lines: list[bytes]) -> None:
         lines[number] = with_checksum(encode(record).encode())
 
 
+def go_back(lines: list[bytes]) -> None:
+    """Let the third of three turns be of older weights than the first, of the same server."""
+    place, record = next(
+        (place, record) for place, line in enumerate(lines) if (record := json.loads(line))["kind"] == "trajectory"
+    )
+    del record["crc32"]
+    record["turns"] = [{"start": start, "end": start + 1, "server": name} for start, name in enumerate("aba", start=1)]
+    record["versions"][1:4] = [1, 0, 0]
+    lines[place] = with_checksum(encode(record).encode())
+
+
 def twice(event: dict[str, Any]) -> None:
     event["batches"].append(event["batches"][0])
 
@@ -323,6 +334,7 @@ TAMPERED: dict[str, tuple[str, Callable[[Path], None]]] = {
     "a step is missing": ("steps", lambda run: change_event(run, "trained", lambda event: event.update(version=99))),
     "the log lacks episodes": ("log", lambda run: change_log(run, list.clear)),
     "tokens are too old": ("staleness", lambda run: change_log(run, age)),
+    "a server goes back": ("versions", lambda run: change_log(run, go_back)),
     "the journal has a flipped bit": ("journal", lambda run: flip(journal_of(run))),
 }
 
@@ -364,7 +376,7 @@ def test_verify_finds_that(what: str, tmp_path: Path, capsys: pytest.CaptureFixt
 
     asyncio.run(run())
     assert main(["verify", str(tmp_path / "run")]) == 0
-    assert capsys.readouterr().out.count("ok ") == 6
+    assert capsys.readouterr().out.count("ok ") == 7
     check, tamper = TAMPERED[what]
     tamper(tmp_path / "run")
     assert main(["verify", str(tmp_path / "run")]) == 1
