@@ -53,7 +53,7 @@ class _Begin:
     @classmethod
     def of(cls, events: Sequence[Event]) -> _Begin:
         step = events[0].get("step", 0)
-        return cls(step, next(event["open"] for event in events if event["event"] == "state") if step else {})
+        return cls(step, next((event["open"] for event in events if event["event"] == "state"), {}) if step else {})
 
 
 def verify_run(folder: Path) -> list[Finding]:
