@@ -61,6 +61,7 @@ BENCHMARKS = [
     Benchmark("monitoring", ("monitoring.py",)),
     Benchmark("journal", ("monitoring.py", "--of", "journal")),
     Benchmark("long_run", ("long_run.py",)),
+    Benchmark("fault_cost", ("fault_cost.py",)),
     Benchmark("gateway", ("gateway.py",), writes=False),
     Benchmark("sandbox", ("sandbox.py",)),
     Benchmark("evaluate", ("evaluate.py",)),
