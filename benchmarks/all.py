@@ -55,6 +55,12 @@ BENCHMARKS = [
     ),
     Benchmark("rollout", ("rollout.py",)),
     Benchmark("chaos", ("chaos.py",), full=("--faults", "300")),
+    Benchmark(
+        "chaos_quickstart",
+        ("chaos.py", "--vllm", "--config", "configs/quickstart.yaml"),
+        has_quick=False,
+        full=("--faults", "20"),
+    ),
     Benchmark("clients", ("clients.py",), writes=False),
     Benchmark("data_rows", ("data_rows.py",), writes=False),
     Benchmark("dashboard", ("dashboard.py",)),
