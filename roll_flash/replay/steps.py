@@ -96,7 +96,7 @@ def compare_models(one: Path, other: Path) -> list[str]:
     for name in sorted(left):
         mine, theirs = _read(left[name], name), _read(right[name], name)
         if not (mine.dtype == theirs.dtype and torch.equal(mine, theirs)):
-            worst = (mine.double() - theirs.double()).abs().max() if mine.shape == theirs.shape else float("inf")
+            worst = (mine.double() - theirs.double()).abs().max().item() if mine.shape == theirs.shape else float("inf")
             found.append(f"{name} by at most {worst:.2g}")
     return found
 
