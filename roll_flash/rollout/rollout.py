@@ -188,6 +188,7 @@ class Rollout:
     def state(self) -> dict[str, Any]:
         """Return the checkpoint state as JSON, for `Recovery`. What is decided from now on is journaled as after it:
         after its `mark`, since an earlier try of a checkpoint of this step may have begun the same file."""
+        self._end_dropped()  # a file of the journal tells only of groups that are open when it begins, or come later
         mark = secrets.token_hex(8)
         self._log.begin_journal(self.scheduler.learner_version, self._fleet.turns.records())
         groups = self.scheduler.unfinished_groups()
