@@ -36,7 +36,17 @@ from roll_flash.rollout.recovery import Recovery
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.turns import TurnBook
 from roll_flash.run.episode_space import EpisodeSpace
-from roll_flash.run.journal import Damage, Journal, compress_finished, cut_at, read_journal, set_aside, state_event
+from roll_flash.run.journal import (
+    Damage,
+    Journal,
+    compress_finished,
+    cut_at,
+    journal_files,
+    read_journal,
+    remove_before,
+    set_aside,
+    state_event,
+)
 from roll_flash.run.run_dir import Checkpoint, RunDir
 from roll_flash.run.verify import verify_run
 from roll_flash.stream import LearnerLoader, TrajectoryStream, finished_episode
@@ -234,6 +244,28 @@ def test_what_a_run_compresses_and_removes_is_missed_by_no_resume(
         assert [name for name, finding in findings.items() if not finding.ok] == ["journal"]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("scheduler", [{"extra_groups": 3}, {"on_stale": "requeue", "extra_groups": 3}])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_run_is_verified_from_whichever_checkpoint_its_journal_begins_at(
+    seed: int, scheduler: dict[str, Any], tmp_path: Path
+) -> None:
+    checkpoints = (2, 4, 6)
+
+    async def run() -> None:
+        config = config_of(tmp_path, **scheduler)
+        with RunDir.create(config, resume=False) as run_dir:
+            await play(config, run_dir, Learner(1.0), Fleet(seed, 0, lambda: None), checkpoints=checkpoints)
+
+    asyncio.run(run())
+    run_folder = tmp_path / "run"
+    assert any(event["event"] == "dropped" for event in read_journal(run_folder / "journal")[0])
+    for step in checkpoints:
+        steps.remove_oldest(run_folder / "episodes", most_bytes=0, before=step)
+        remove_before(run_folder / "journal", step)
+        assert min(journal_files(run_folder / "journal")) == step
+        assert not [finding for finding in verify_run(run_folder) if not finding.ok]
 
 
 def trained_in(steps: dict[int, list[Any]]) -> list[str]:
