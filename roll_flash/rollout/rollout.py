@@ -84,6 +84,8 @@ class Rollout:
         self._changed = asyncio.Event()
         self._group_ready = asyncio.Event()
         self._failures_in_a_row = 0
+        self._first_failure_s = 0.0
+        """When the first of them failed."""
         self._last_causes: Counter[str] = Counter()
         self._last_message = ""
         self._tasks_ended = False
@@ -398,7 +400,7 @@ class Rollout:
         self._log.add(self.scheduler.learner_version, outcome)
         self._note_progress(outcome)
         if isinstance(outcome, EpisodeFailure):
-            self._failures_in_a_row += 1
+            self._count_failure(outcome)
             self._last_causes[outcome.cause] += 1
             self._last_message = outcome.message
         else:
@@ -416,6 +418,15 @@ class Rollout:
             self._stream.complete(group_id)
         self._changed.set()
         self._group_ready.set()
+
+    def _count_failure(self, failure: EpisodeFailure) -> None:
+        """Count it, unless it ran when another one failed: what ends all running episodes at once, such as an engine of
+        sandboxes that is restarted, is one failure."""
+        if not self._failures_in_a_row:
+            self._first_failure_s = self.scheduler.now_s
+        began_s = self.scheduler.began_s(failure.episode_id)
+        if not self._failures_in_a_row or began_s is None or began_s >= self._first_failure_s:
+            self._failures_in_a_row += 1
 
     async def _wait_for_group(self) -> None:
         left_s = self._stall_timeout_s - (time.monotonic() - self._last_progress)
