@@ -34,10 +34,12 @@ sys.path.insert(0, str(ROOT))
 from roll_flash.monitor.metrics import STEP_S, read_metrics  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
-STEPS, QUICK_STEPS = 2000, 40
-EVERY_S, QUICK_EVERY_S = 5.0, 0.25
+STEPS, QUICK_STEPS = 2000, 60
+EVERY_S, QUICK_EVERY_S = 5.0, 0.5
 """Seconds between two looks."""
 PARTS_OF_STEPS = 20
+LEAST_STEPS = 54
+"""The last three quarters have two for each part."""
 T_95 = 2.101
 """Student's t for 95 % and PARTS_OF_STEPS - 2 degrees of freedom."""
 STEP_TIMEOUT_S = 900.0
@@ -194,6 +196,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options, words = parser.parse_known_args()
     steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
+    if steps < LEAST_STEPS:
+        parser.error(f"--steps {steps}: at least {LEAST_STEPS}")
     about = {"benchmark": "long_run", "machine": machine(), "load": os.getloadavg()[0], "steps": steps}
     report = {**about, "command": f"python benchmarks/long_run.py --steps {steps}"}
     report |= measure(steps, QUICK_EVERY_S if options.quick else EVERY_S, words)
