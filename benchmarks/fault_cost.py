@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from roll_flash.evaluation.comparison import estimate_difference  # noqa: E402
 from roll_flash.monitor.metrics import STEP_S, read_metrics  # noqa: E402
+from roll_flash.processes.supervise import end_with_parent  # noqa: E402
 from tests.chaos.faults import draw_cases, inject  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
@@ -73,7 +74,7 @@ def train(config: str, seed: int, every_s: float | None, words: Sequence[str]) -
         folder = Path(runs, "run")
         command = [sys.executable, "-m", "roll_flash", "train", config, "name=run", f"runs={runs}", f"seed={seed}"]
         command += ["eval.before_and_after=false", *words, "--keep-alive"]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, preexec_fn=end_with_parent) as process:
             try:
                 hit = _hit(process, folder / "metrics.jsonl", seed, every_s)
             finally:

@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from roll_flash.monitor.metrics import STEP_S, read_metrics  # noqa: E402
+from roll_flash.processes.supervise import end_with_parent  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 STEPS, QUICK_STEPS = 2000, 60
@@ -129,7 +130,7 @@ def measure(steps: int, every_s: float, words: Sequence[str]) -> dict[str, Any]:
         folder = Path(runs, "run")
         command = [sys.executable, "-m", "roll_flash", "train", "configs/ci.yaml", "name=run", f"runs={runs}"]
         command += [*SETTINGS, f"steps={steps}", *words]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as run:
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, preexec_fn=end_with_parent) as run:
             try:
                 seen = list(watch(run, folder / "metrics.jsonl", every_s))
             finally:

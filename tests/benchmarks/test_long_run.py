@@ -54,3 +54,16 @@ def test_what_a_process_has_is_seen(long_run: ModuleType) -> None:
     assert after["file descriptors"] - before["file descriptors"] >= 50
     assert after["memory of all, MiB"] - before["memory of all, MiB"] >= 0.9 * len(block) / (1 << 20)
     assert after["threads"] >= after["processes"] >= 1
+
+
+def test_the_page_says_what_is_flat_and_what_bounds_the_disk(long_run: ModuleType) -> None:
+    steps = [float(step) for step in range(40)]
+    figures = {"threads": long_run.growth(steps, [7.0] * 40), "leak": long_run.growth(steps, steps)}
+    about = {"command": "c", "machine": "m", "load": 1.0, "episodes_gib": 0.06, "removed_steps": 3.0}
+    page = long_run.as_markdown(
+        {**about, "figures": figures, "other_kb_per_step": 5.0, "verified": ["ok    journal    3 events"]}
+    )
+    assert "| threads | 7 | +0 [+0, +0] | yes |" in page
+    assert "| leak | 19.5 | +1e+03 [+1e+03, +1e+03] | no |" in page
+    assert "those of 3 steps were removed" in page
+    assert "ok    journal" in page
