@@ -1,14 +1,15 @@
 """Faults in every part of a run, at chosen moments, and what must hold after each of them.
 
-    python benchmarks/chaos.py [--faults 300] [--seed 0] [--minutes M] [--vllm] [--json]
+    python benchmarks/chaos.py [--faults 300] [--seed 0] [--minutes M] [--vllm] [--config FILE] [--json]
     python benchmarks/chaos.py --quick [--json]
-    python benchmarks/chaos.py --case PART:FAULT:MOMENT:SEED ... [--vllm] [--json]
+    python benchmarks/chaos.py --case PART:FAULT:MOMENT:SEED ... [--vllm] [--config FILE] [--json]
 
-A run of the tiny model with sandboxes, kept alive (`roll-flash train --keep-alive`), is hit again and again. The faults
-are drawn with the seed (`tests/chaos/faults.py`); `tests/chaos/campaign.py` says what must hold after each. Each one is
-appended to `benchmarks/results/chaos.jsonl` when it is over, with its machine and commit. A campaign that is
-interrupted (Ctrl-C, `--minutes`, `kill -9`) goes on where it was when the same command is given again, so that several
-sittings add up to one result, in `benchmarks/results/chaos.{json,md}`.
+A run of the tiny model, or of another --config, with sandboxes, kept alive (`roll-flash train --keep-alive`), is hit
+again and again. The faults are drawn with the seed (`tests/chaos/faults.py`); `tests/chaos/campaign.py` says what must
+hold after each. Each one is appended to `benchmarks/results/chaos.jsonl` when it is over, with its machine and commit.
+A campaign that is interrupted (Ctrl-C, `--minutes`, `kill -9`) goes on where it was when the same command is given
+again, so that several sittings add up to one result, in `benchmarks/results/chaos.{json,md}`; of another --config in
+`chaos_NAME.{json,md}`.
 
 The first thing that does not hold ends the sitting with the case in one line; it is also recorded, and added to
 `tests/chaos/regressions.txt`. `--case` repeats cases, `--quick` runs those of `tests/chaos/quick.txt` and the
@@ -38,7 +39,7 @@ from machine import machine
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from tests.chaos.campaign import BrokenError, Campaign, Outcome  # noqa: E402
+from tests.chaos.campaign import CONFIG, BrokenError, Campaign, Outcome  # noqa: E402
 from tests.chaos.faults import Case, draw_cases, is_possible, read_cases  # noqa: E402
 from tests.chaos.surroundings import Surroundings, separate_from_the_machine  # noqa: E402
 
@@ -61,6 +62,7 @@ class Sitting:
     record: Callable[[dict[str, Any]], None] = lambda line: None
     until: float = float("inf")
     """Time of `time.monotonic` at which no new fault is begun."""
+    config: str = CONFIG
 
     def run(self) -> dict[str, Any]:
         """Return outcomes and books. Raises BrokenError with the case."""
@@ -75,7 +77,7 @@ class Sitting:
 
     def _hit(self, folder: Path, surroundings: Surroundings) -> dict[str, Any]:
         longest_s = LONGEST_QUICK_S if self.is_quick else LONGEST_S
-        campaign = Campaign(folder, surroundings, vllm=self.vllm, longest_s=longest_s)
+        campaign = Campaign(folder, surroundings, vllm=self.vllm, longest_s=longest_s, config=self.config)
         outcomes: list[Outcome] = []
         at = "the start"
         try:
@@ -148,6 +150,16 @@ def rows(outcomes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def engine_of(vllm: bool, config: str) -> str:
+    """Return what is hit, in words: campaigns of different ones do not add up."""
+    return (VLLM if vllm else TINY) + ("" if config == CONFIG else f", {config}")
+
+
+def name_of(config: str) -> str:
+    """Return the name of the result of a campaign."""
+    return "chaos" if config == CONFIG else f"chaos_{Path(config).stem}"
+
+
 def summary(lines: Sequence[dict[str, Any]], seed: int, engine: str) -> dict[str, Any]:
     """Return the result of all sittings."""
     outcomes = [line for line in lines if "part" in line]
@@ -184,8 +196,8 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     return "\n".join([head, *lines])
 
 
-def save(result: dict[str, Any]) -> None:
-    (RESULTS / "chaos.json").write_text(json.dumps(result, indent=2) + "\n")
+def save(result: dict[str, Any], name: str) -> None:
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
     sittings = [
         f"| {one['began']} | {one['commit']} | {one['machine']} | {one['faults']} | {one['end']} |"
         for one in result["sittings"]
@@ -196,20 +208,20 @@ def save(result: dict[str, Any]) -> None:
     where += f"{mean['recovered_s']:g}, checks {mean['checked_s']:g}"
     text = [
         "# Faults",
-        f"`python benchmarks/chaos.py --seed {result['seed']}`: {result['faults']} faults in runs of the tiny model "
-        f"({result['engine']}, Docker sandboxes). A fault is counted when the run has trained a step after it and "
+        f"`python benchmarks/chaos.py --seed {result['seed']}`: {result['faults']} faults in runs with "
+        f"{result['engine']} and Docker sandboxes. A fault is counted when the run has trained a step after it and "
         "`roll-flash verify` has found nothing wrong. `benchmarks/results/chaos.jsonl` has each of them.",
         table(result["rows"]),
         "Moments: " + ", ".join(f"{name} {count}" for name, count in sorted(result["moments"].items())) + ".",
         f"A fault takes {total_s:.0f} s on average: {where}.",
         "| sitting | commit | machine | faults | end |\n|---|---|---|---|---|\n" + "\n".join(sittings),
     ]
-    (RESULTS / "chaos.md").write_text("\n\n".join(text) + "\n")
+    (RESULTS / f"{name}.md").write_text("\n\n".join(text) + "\n")
 
 
-def carry_on(seed: int, faults: int, *, vllm: bool, minutes: float) -> dict[str, Any]:
+def carry_on(seed: int, faults: int, *, vllm: bool, minutes: float, config: str = CONFIG) -> dict[str, Any]:
     """Run what is left of a campaign, and return the result of all its sittings. Raises BrokenError."""
-    engine = VLLM if vllm else TINY
+    engine = engine_of(vllm, config)
     done = sum("part" in line for line in read_record(seed, engine))
     began = datetime.now(UTC).isoformat(timespec="seconds")
     header = {"sitting": began, "commit": commit(), "machine": machine(), "engine": engine, "seed_of_campaign": seed}
@@ -219,6 +231,7 @@ def carry_on(seed: int, faults: int, *, vllm: bool, minutes: float) -> dict[str,
         is_quick=False,
         record=recorder(header),
         until=time.monotonic() + 60 * minutes,
+        config=config,
     )
     try:
         if done < faults:
@@ -226,7 +239,7 @@ def carry_on(seed: int, faults: int, *, vllm: bool, minutes: float) -> dict[str,
     finally:
         result = summary(read_record(seed, engine), seed, engine)
         if result["faults"]:
-            save(result)
+            save(result, name_of(config))
     return result
 
 
@@ -237,6 +250,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no fault after so long")
     parser.add_argument("--case", nargs="+", default=[], type=Case.parse, metavar="PART:FAULT:MOMENT:SEED")
     parser.add_argument("--vllm", action="store_true", help="vLLM in the place of the engine for tiny models")
+    parser.add_argument("--config", default=CONFIG, help="what is trained, such as configs/quickstart.yaml")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -250,10 +264,17 @@ def main() -> None:
                 arguments.vllm,
                 arguments.quick,
                 record=lambda line: print(json.dumps(line), file=sys.stderr, flush=True),
+                config=arguments.config,
             ).run()
             result = {"benchmark": "chaos", "machine": machine(), "rows": rows(found["outcomes"]), **found}
         else:
-            result = carry_on(arguments.seed, arguments.faults, vllm=arguments.vllm, minutes=arguments.minutes)
+            result = carry_on(
+                arguments.seed,
+                arguments.faults,
+                vllm=arguments.vllm,
+                minutes=arguments.minutes,
+                config=arguments.config,
+            )
     except BrokenError as error:
         sys.exit(f"BROKEN: {error}")
     print(json.dumps(result) if arguments.json else f"{result['machine']}\n{table(result['rows'])}")

@@ -84,14 +84,15 @@ def journal_bytes(run: Path) -> dict[str, float]:
     """Return the bytes of the decisions in a journal, of the episodes' records, and of the finished turns that it still
     has; and those of the tokens, log-probabilities and versions of these turns, of 4 bytes each."""
     from roll_flash.monitor.episode_files.steps import content_of, step_files
-    from roll_flash.rollout.turns import decode, read_turns
+    from roll_flash.rollout.turn_file import framed, read_turns
+    from roll_flash.rollout.turns import decode
     from roll_flash.run.journal import journal_files
 
-    turns = read_turns(run / "journal/turns.jsonl").lines()
+    turns = read_turns(run / "journal")[0].records()
     return {
         "decision_bytes": sum(path.stat().st_size for path in journal_files(run / "journal").values()),
         "episode_bytes": sum(content_of(path).bytes for path in step_files(run / "episodes")),
-        "turn_bytes": sum(len(line) + 1 for line in turns),
+        "turn_bytes": sum(len(framed(record)) for record in turns),
         "turn_values_bytes": 12 * sum(len(turn.generation.token_ids) for turn in decode(turns)),
     }
 

@@ -108,7 +108,7 @@ class LearnerRestart:
             if checkpoint is None:
                 await system.before_first_step()
             await system.rollout.written()
-            await restore_learner(system.config, system.run_dir, checkpoint, learner, self._note)
+            await restore_learner(system.config, system.run_dir.folder, checkpoint, learner, self._note)
             if learner.version != version:
                 raise LearnerError(f"the journal leads to step {learner.version}, and the run is at step {version}")
             step = self.running_step

@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from roll_flash.checked_files import decode, read_checked
@@ -77,40 +78,47 @@ async def resume(
 
 
 async def restore_learner(
-    config: Config, run_dir: RunDir, checkpoint: Checkpoint | None, learner: LearnerEngine, note: Note
+    config: Config,
+    run_folder: Path,
+    checkpoint: Checkpoint | None,
+    learner: LearnerEngine,
+    note: Note,
+    *,
+    until: int | None = None,
 ) -> None:
-    """Bring a learner that has started again to the newest step of a run that goes on: load the checkpoint and repeat
-    the steps after it; without one, all steps. Raises LearnerError if they cannot be repeated."""
+    """Bring a learner that has started again to the newest step of a run that goes on, or to the step `until`: load the
+    checkpoint and repeat the steps after it; without one, all steps. Raises LearnerError if they cannot be repeated."""
     if checkpoint is not None:
         await learner.load(checkpoint.state)
-    recovery, damage = await asyncio.to_thread(_read_journal, config, run_dir, checkpoint)
+    recovery, damage = await asyncio.to_thread(_read_journal, config, run_folder, checkpoint)
     if damage is not None:
         raise LearnerError(damage.message)
-    trajectories = await asyncio.to_thread(_find, run_dir, _trained_tasks(recovery.steps), note)
-    await _repeat_all(config, learner, recovery.steps, trajectories, note)
+    steps = [step for step in recovery.steps if until is None or step.version <= until]
+    trajectories = await asyncio.to_thread(_find, run_folder, _trained_tasks(steps), note)
+    await _repeat_all(config, learner, steps, trajectories, note)
 
 
 def _read(
     config: Config, run_dir: RunDir, checkpoint: Checkpoint, note: Note
 ) -> tuple[Recovery, dict[str, FinishedEpisode]]:
-    recovery, damage = _read_journal(config, run_dir, checkpoint)
+    recovery, damage = _read_journal(config, run_dir.folder, checkpoint)
     if damage is not None:
         note(f"{damage.message}: the journal is used up to there")
         cut_at(run_dir.journal, damage)
     unfinished = {name: group.task for group in recovery.groups.values() for name in group.episodes}
-    return recovery, _find(run_dir, unfinished | _trained_tasks(recovery.steps), note)
+    return recovery, _find(run_dir.folder, unfinished | _trained_tasks(recovery.steps), note)
 
 
-def _read_journal(config: Config, run_dir: RunDir, checkpoint: Checkpoint | None) -> tuple[Recovery, Damage | None]:
+def _read_journal(config: Config, run_folder: Path, checkpoint: Checkpoint | None) -> tuple[Recovery, Damage | None]:
     recovery = Recovery.beginning() if checkpoint is None else read_state(checkpoint)
     step, scheduler = 0 if checkpoint is None else checkpoint.step, config.scheduler
     try:
-        events, damage = read_journal(run_dir.journal, step)
+        events, damage = read_journal(run_folder / "journal", step)
         recovery.repeat(events, max_requeues=scheduler.max_requeues if scheduler.on_stale == "requeue" else None)
     except (OSError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{run_dir.journal}: not readable as the journal of this run ({error!r}); move it away to resume from the "
-            f"checkpoint of step {step} alone"
+            f"{run_folder / 'journal'}: not readable as the journal of this run ({error!r}); move it away to resume "
+            f"from the checkpoint of step {step} alone"
         ) from None
     return recovery, damage
 
@@ -121,10 +129,11 @@ def _trained_tasks(steps: Sequence[RecordedStep]) -> dict[str, Task]:
     return {name: task for batch in batches for _, task, members in batch for name, _ in members}
 
 
-def _find(run_dir: RunDir, tasks: Mapping[str, Task], note: Note) -> dict[str, FinishedEpisode]:
-    found = {name: finished_episode(each) for name, each in find_trajectories(run_dir.episodes, tasks).items()}
+def _find(run_folder: Path, tasks: Mapping[str, Task], note: Note) -> dict[str, FinishedEpisode]:
+    episodes = run_folder / "episodes"
+    found = {name: finished_episode(each) for name, each in find_trajectories(episodes, tasks).items()}
     if missing := len(tasks.keys() - found.keys()):
-        note(f"{missing} of {len(tasks)} trajectories in the journal are not in {run_dir.episodes}, or damaged")
+        note(f"{missing} of {len(tasks)} trajectories in the journal are not in {episodes}, or damaged")
     return found
 
 

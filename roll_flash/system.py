@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -47,18 +47,18 @@ from roll_flash.rollout.episodes.episode import Deadlines
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.live_figures import LiveFigures
 from roll_flash.rollout.rollout import Rollout
-from roll_flash.rollout.turns import TurnFile, read_turns
+from roll_flash.rollout.turn_file import TurnFile, read_turns
 from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
 from roll_flash.run.checkpoints.disk_use import check_disk, checkpoint_bytes
 from roll_flash.run.checkpoints.store import CheckpointCopies, store_of
 from roll_flash.run.checkpoints.writer import CheckpointWriter
 from roll_flash.run.episode_space import EpisodeSpace
-from roll_flash.run.journal import Journal
+from roll_flash.run.journal import Journal, state_event
 from roll_flash.run.run_dir import Checkpoint, RunDir, link_folder
 from roll_flash.run.trained_tasks import TrainedTasks
 from roll_flash.sandboxes import SandboxSpec
 from roll_flash.sandboxes.scratch import sweep_folders
-from roll_flash.stages.running import RunningStages, open_stages, stage_consumers
+from roll_flash.stages.running import RunningStages, open_stages, recorded_scores, stage_consumers
 from roll_flash.start_checks import Checked
 from roll_flash.stream import TrajectoryStream
 from roll_flash.terminal import say
@@ -230,6 +230,12 @@ async def open_system(
             watchdog.close_begins()
 
 
+def _scored_before(run_dir: RunDir, resumed: Resumed | None) -> Collection[str]:
+    """Return the episodes whose recorded scores hold: those that a resumed run has kept, unless its stages changed."""
+    changed = any(line.startswith("stages") for line in run_dir.config_changes)
+    return resumed.trajectories.keys() if resumed is not None and not changed else ()
+
+
 async def _show_live_figures(stack: AsyncExitStack, system: System, activities: Activities, progress: Progress) -> None:
     figures = LiveFigures(system.rollout, system.fleet, system.engine, system.stream, activities, progress.show)
     await stack.enter_async_context(background_task(figures.run(), "the live figures"))
@@ -265,9 +271,11 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
     stack.callback(metrics.close)
     episodes = stack.enter_context(EpisodesWriter(run_dir.episodes))
     stream = TrajectoryStream(stage_consumers(config.stages))
-    rollout = _open_rollout(stack, start, resumed, fleet, episodes, stream, learner.version)
+    rollout = _open_rollout(stack, start, resumed, fleet, episodes, stream, learner.version, progress.note)
     with doing("the start", "stages are not ready"):
-        stages = await stack.enter_async_context(open_stages(config.stages, stream, run_dir.logs / "stages.jsonl"))
+        log = run_dir.logs / "stages.jsonl"
+        known = await call_in_thread(lambda: recorded_scores(log, _scored_before(run_dir, resumed)))
+        stages = await stack.enter_async_context(open_stages(config.stages, stream, log, known))
     publisher = await _open_publisher(stack, start, learner, engine, rollout)
     copies = await _open_copies(stack, start, progress.note)
     checkpoints = _open_checkpoints(start, learner, rollout, copies)
@@ -575,16 +583,19 @@ def _open_rollout(
     episodes: EpisodesWriter,
     stream: TrajectoryStream,
     version: int,
+    note: Callable[[str], None],
 ) -> Rollout:
     tasks, journal = open_tasks(start.config), Journal(start.run_dir.journal)
     stack.callback(journal.close)
     journal.begin(journal.newest(start.checkpoint.step if start.checkpoint else 0))
     if resumed is not None and not resumed.recovery.is_marked:
-        journal.write({"event": "state", "mark": resumed.recovery.mark})
-    turns = TurnFile(start.run_dir.journal / "turns.jsonl")
+        journal.write(state_event(resumed.recovery.mark, resumed.recovery.ended()))
+    turns = TurnFile(start.run_dir.journal)
     stack.callback(turns.close)
     if resumed is not None:
-        fleet.turns = read_turns(turns.path)
+        fleet.turns, damage = read_turns(start.run_dir.journal)
+        if damage:
+            note(damage)
     try:
         rollout = Rollout(
             start.config,
@@ -605,5 +616,5 @@ def _open_rollout(
             f"{start.run_dir.journal}: cannot be repeated ({error}); move it away to go on from the checkpoint of step "
             f"{resumed.checkpoint.step} alone"
         ) from None
-    turns.begin(fleet.turns.lines())
+    turns.begin(fleet.turns.records())
     return rollout

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -25,7 +26,8 @@ from roll_flash.monitor.json_lines import encode, with_checksum
 from roll_flash.monitor.metrics import keep_steps_until
 from roll_flash.resume import read_state
 from roll_flash.rollout.recovery import Recovery
-from roll_flash.rollout.turns import RecordedTurn, read_turns
+from roll_flash.rollout.turn_file import HEAD, NAME, framed, read_turns
+from roll_flash.rollout.turns import RecordedTurn
 from roll_flash.run.journal import read_journal
 from roll_flash.run.results import Run
 from roll_flash.run.run_dir import Checkpoint
@@ -190,18 +192,35 @@ def test_only_plain_files_of_a_size_are_read_and_links_to_them(tmp_path: Path) -
             open_checked(other)
 
 
-def turn_line(name: str, index: int, change: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+FIELDS = (
+    "episode_id",
+    "index",
+    "prompt",
+    "answer",
+    "token_ids",
+    "logprobs",
+    "versions",
+    "finish",
+    "server",
+    "elapsed_s",
+)
+
+
+def turn_record(name: str, index: int, change: Mapping[str, Any] = MappingProxyType({})) -> bytes:
     tokens = np.array([3, 4], np.int32)
     generation = Generation(tokens, np.array([-0.5, -0.25], np.float32), np.array([1, 1], np.int32), "stop", "s", 0.1)
-    record = json.loads(RecordedTurn(7, generation, 8).sent(name, index).line)
-    record.pop("crc32")
-    return with_checksum(encode({**record, **change}).encode()) + b"\n"
+    record = dict(
+        zip(FIELDS, msgspec.msgpack.decode(RecordedTurn(7, generation, 8).sent(name, index).record), strict=True)
+    )
+    assert change.keys() <= record.keys()
+    return framed(msgspec.msgpack.encode(list((record | change).values())))
 
 
 def test_an_episode_whose_first_turn_is_damaged_begins_again_and_the_run_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "turns.jsonl"
-    path.write_bytes(b"x" + turn_line("a", 0) + turn_line("a", 1) + turn_line("b", 0))
-    assert read_turns(path).versions() == {"b": (1, 1)}
+    first = bytearray(turn_record("a", 0))
+    first[-1] ^= 1
+    (tmp_path / NAME).write_bytes(HEAD + first + turn_record("a", 1) + turn_record("b", 0))
+    assert read_turns(tmp_path)[0].versions() == {"b": (1, 1)}
 
 
 @pytest.mark.parametrize(
@@ -211,22 +230,32 @@ def test_an_episode_whose_first_turn_is_damaged_begins_again_and_the_run_goes_on
         {"index": -1},
         {"episode_id": ["a"]},
         {"token_ids": "x"},
-        {"token_ids": "/////wAAAAA="},
-        {"logprobs": "AADAfwAAwH8="},
-        {"logprobs": "AACAPwAAgD8="},
+        {"token_ids": b"x"},
+        {"token_ids": bytes.fromhex("ffffffff00000000")},
+        {"logprobs": bytes.fromhex("0000c07f0000c07f")},
+        {"logprobs": bytes.fromhex("0000803f0000803f")},
         {"versions": [[1, 1 << 30]]},
         {"versions": [[1 << 40, 2]]},
         {"versions": [[1, -2]]},
-        {"finish_reason": []},
+        {"finish": []},
         {"elapsed_s": "x"},
+        {"elapsed_s": float("nan")},
         {"answer": "x"},
     ],
     ids=str,
 )
 def test_turns_that_no_worker_wrote_are_left_out(change: dict[str, Any], tmp_path: Path) -> None:
-    path = tmp_path / "turns.jsonl"
-    path.write_bytes(turn_line("a", 0, change) + turn_line("b", 0))
-    assert set(read_turns(path).versions()) == {"b"}
+    (tmp_path / NAME).write_bytes(HEAD + turn_record("a", 0, change) + turn_record("b", 0))
+    book, line = read_turns(tmp_path)
+    assert set(book.versions()) == {"b"}
+    is_next_turn = change.get("index", 0) == 0
+    assert ("damaged in 1 places" in line) == (is_next_turn or change["index"] < 0)
+
+
+@pytest.mark.parametrize("record", [b"", b"\x91" * 100_000, b"\xda\x00\x02\xff\xff", b"\xdd\xff\xff\xff\xff"])
+def test_what_is_no_record_of_a_turn_is_left_out(record: bytes, tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(HEAD + framed(record) + turn_record("b", 0))
+    assert set(read_turns(tmp_path)[0].versions()) == {"b"}
 
 
 @pytest.mark.parametrize(

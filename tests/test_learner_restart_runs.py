@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from test_training_runs import QUICK, RUN_TIMEOUT_S, newest_step, pids, run, start, step_rows, wait_for_step
 
+from roll_flash.monitor.json_lines import encode, with_checksum
 from roll_flash.run.run_dir import list_checkpoints
 from roll_flash.run.verify import verify_run
 
@@ -18,6 +21,21 @@ from roll_flash.run.verify import verify_run
 def weights(folder: Path, step: int) -> bytes:
     (found,) = [each for each in list_checkpoints(folder) if each.step == step]
     return (found.hf / "model.safetensors").read_bytes()
+
+
+def change_reward(folder: Path) -> None:
+    """Change a reward of the newest step in the journal, as a defect of ours would: its checksum is right."""
+    for path in sorted((folder / "journal").glob("after_step_*.jsonl"), reverse=True):
+        lines = path.read_bytes().splitlines()
+        trained = [number for number, line in enumerate(lines) if json.loads(line)["event"] == "trained"]
+        if trained:
+            event = json.loads(lines[trained[-1]])
+            del event["crc32"]
+            event["batches"][0][0][1][0][1] += 1.0
+            lines[trained[-1]] = with_checksum(encode(event).encode())
+            path.write_bytes(b"".join(line + b"\n" for line in lines))
+            return
+    raise AssertionError("no step in the journal")
 
 
 @pytest.mark.nightly
@@ -51,6 +69,15 @@ def test_a_killed_rank_costs_no_step_no_episode_and_no_bit_of_the_weights(tmp_pa
     assert output.count("the learner is back at step ") == 2, output
     assert "with another result" not in output
     assert not [finding for finding in verify_run(folder) if not finding.ok]
+    verified = run("verify", str(folder), "--repeat")
+    assert verified[0] == 0, verified
+    assert "bit by bit" in verified[1]
+    changed = tmp_path / "changed"
+    shutil.copytree(folder, changed)
+    change_reward(changed)
+    verified = run("verify", str(changed), "--repeat")
+    assert verified[0] == 1, verified
+    assert re.search(r"FAIL  repeated .* \d+ tensors differ: \S+ by at most \d", verified[1]), verified
     last = newest_step(folder)
     assert [row["step"] for row in step_rows(folder)] == list(range(1, last + 1))
 

@@ -25,7 +25,8 @@ from roll_flash.monitor.metric_table import find_metric
 from roll_flash.monitor.metrics import STALENESS_MAX, STEP_S, read_metrics
 from roll_flash.monitor.status import read_status
 from roll_flash.processes.supervise import descendants
-from roll_flash.rollout.turns import decode, read_turns
+from roll_flash.rollout.turn_file import read_turns
+from roll_flash.rollout.turns import decode
 from roll_flash.run.journal import read_journal
 from roll_flash.run.run_dir import list_checkpoints
 
@@ -396,7 +397,7 @@ def test_a_run_bears_kill_9_of_its_learner_and_resumes_after_kill_9_of_its_drive
     trained = [event["version"] for event in events if event["event"] == "trained"]
     ended = {event["episode"] for event in events if event["event"] == "ended"}
     assert trained[-1] >= 3 > checkpoint
-    turns = read_turns(tmp_path / "killed/journal/turns.jsonl")
+    turns, _ = read_turns(tmp_path / "killed/journal")
     code, output = run(*arguments[:-1], f"steps={trained[-1] + 1}", "--resume")
     assert code == 0, output
     assert f"repeating steps {checkpoint + 1} to {trained[-1]} from the journal" in output
@@ -410,7 +411,9 @@ def test_a_run_bears_kill_9_of_its_learner_and_resumes_after_kill_9_of_its_drive
             [recorded] = decode(turns.of(row["episode_id"]))
             first = row["turns"][0]
             assert row["token_ids"][first["start"] : first["end"]] == recorded.generation.token_ids.tolist()
-    assert run("verify", str(tmp_path / "killed"))[0] == 0
+    code, output = run("verify", str(tmp_path / "killed"), "--repeat")
+    assert code == 0, output
+    assert f"lead to checkpoint {trained[-1] + 1}, bit by bit" in output
 
 
 def test_docker_without_an_engine_is_one_clear_line_before_anything_starts(tmp_path: Path) -> None:

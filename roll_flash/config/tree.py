@@ -329,11 +329,13 @@ class MonitorConfig(Section):
     tensorboard: bool = True
     """Write the metrics for TensorBoard too."""
     compress_episodes: bool = True
-    """Compress the file of a finished step in `episodes/` while training continues (gzip, `step_N.jsonl.gz`); files of
-    less than 64 KiB stay as they are. All commands read both; `zcat` and `pandas.read_json` do too."""
+    """Compress the file of a finished step in `episodes/`, and of a finished part of `journal/`, while training
+    continues (gzip, `step_N.jsonl.gz`); files of less than 64 KiB stay as they are. All commands read both; `zcat` and
+    `pandas.read_json` do too."""
     episodes_gib: PositiveFloat | None = None
-    """Maximum size of `episodes/` in GiB: when it has more, those of the oldest steps are removed, but never those that
-    `--resume` needs, since the checkpoints of `checkpoint.keep`. None: all stay."""
+    """Maximum size of `episodes/` and `journal/` in GiB: when they have more, episodes of the oldest steps are removed,
+    and the part of the journal that tells of these only, but never what `--resume` needs, since the checkpoints of
+    `checkpoint.keep`. `roll-flash verify` then checks the steps that are left. None: all stay."""
     stall_timeout_s: PositiveFloat | None = None
     """Maximum seconds in which no episode ends; after that the run stops and names what it waits for. None:
     `rollout.episode_timeout_s` + `rollout.step_timeout_s` (to close it) + 60, so that slow episodes end by

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from roll_flash.checked_files import CONTENT_ERRORS, decode, lines_of, open_checked
+from roll_flash.checked_files import CONTENT_ERRORS, decode, lines_of
 from roll_flash.config.sections.learner import LearnerConfig, is_own
 from roll_flash.learner.losses.token_advantages import AdvantageConfig, turn_advantages
+from roll_flash.monitor.episode_files.steps import content_of, open_step
 from roll_flash.monitor.episodes import DROPPED_FILE
 from roll_flash.run.journal import FORMAT, journal_files
 from roll_flash.types import FinishedEpisode, Task
@@ -38,7 +40,7 @@ class Fates:
     def refresh(self) -> None:
         """Read what was written since the last call. Raises OSError."""
         files = [*journal_files(self._folder / "journal").values(), self._folder / "episodes" / DROPPED_FILE]
-        sizes = {path: path.stat().st_size for path in files if path.exists()}
+        sizes = {path: size for path in files if (size := _content_bytes(path)) is not None}
         if any(sizes.get(path, -1) < read for path, read in self._read.items()):
             self._clear()
         for path, size in sizes.items():
@@ -46,7 +48,7 @@ class Fates:
                 self._read_file(path)
 
     def _read_file(self, path: Path) -> None:
-        with open_checked(path) as file:
+        with open_step(path) as file:
             place = self._read.get(path, 0)
             file.seek(place)
             for line in lines_of(file):
@@ -102,10 +104,17 @@ class Fates:
         if (step := self._trained.get(group_id)) is None:
             return []
         path, offset, length = self._steps[step]
-        with open_checked(path) as file:
+        with open_step(path) as file:
             file.seek(offset)
             batches = decode(file.read(length))["batches"]
         return [(name, members) for batch in batches for name, members in batch]
+
+
+def _content_bytes(path: Path) -> int | None:
+    """Return the bytes of a file, compressed since or not; None if there is none."""
+    with suppress(FileNotFoundError):
+        return content_of(path).bytes
+    return None
 
 
 def _rules(config: Any) -> AdvantageConfig | None:

@@ -7,7 +7,6 @@ error unchanged; any other failure is recorded as trouble, which masks the episo
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 from roll_flash.chat.model_text import encodable
@@ -47,7 +46,7 @@ class EndpointBackend:
         return None
 
     async def complete(self, call: ModelCall, session: Session, number: int) -> tuple[Reply, list[CallRecord]]:
-        started_s = time.time()
+        started_s = session.history.clock.now_s()
         place = session.history.find(call)
         request = _request_body(self._client.model, call, session)
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -50,7 +49,7 @@ class TokenBackend:
         return self._max_length
 
     async def complete(self, call: ModelCall, session: Session, number: int) -> tuple[Reply, list[CallRecord]]:
-        started_s = time.time()
+        started_s = session.history.clock.now_s()
         found = session.history.find(call)
         characters = found.characters if self._thinking == "keep" else call.keys.characters(0)
         place, before, given_ids = await session.work.do(partial(self._prompt_of, call, found), characters)

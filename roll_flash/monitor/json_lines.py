@@ -122,22 +122,16 @@ def _shortest(number: np.generic) -> Any:
     return float(str(number)) if isinstance(number, np.floating) else number.item()
 
 
-class JsonLinesFile:
-    """Append lines. The operating system has each line before `write` returns, so `kill -9` loses none."""
+class AppendedFile:
+    """Append bytes. The operating system has them before `append` returns, so `kill -9` loses none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab", buffering=0)
-        cut_half_line(path)
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append one line. Raises RunError if the disk write fails."""
-        self.write_line(encode(record).encode())
-
-    def write_line(self, line: bytes) -> None:
-        """Append a record that is encoded already. Raises RunError if the disk write fails."""
-        data = line + b"\n"
+    def append(self, data: bytes) -> None:
+        """Raises RunError if the disk write fails."""
         try:
             written = self._file.write(data)
         except OSError as error:
@@ -146,7 +140,7 @@ class JsonLinesFile:
             raise RunError(f"{self.path}: {written} of {len(data)} bytes could be written; free space on its disk")
 
     def sync(self) -> None:
-        """Wait until the disk has all lines, so that a loss of power loses none. Raises RunError if that fails."""
+        """Wait until the disk has all bytes, so that a loss of power loses none. Raises RunError if that fails."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -154,6 +148,22 @@ class JsonLinesFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+class JsonLinesFile(AppendedFile):
+    """Append lines, each with one `append`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        cut_half_line(path)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one line. Raises RunError if the disk write fails."""
+        self.write_line(encode(record).encode())
+
+    def write_line(self, line: bytes) -> None:
+        """Append a record that is encoded already. Raises RunError if the disk write fails."""
+        self.append(line + b"\n")
 
 
 def with_checksum(line: bytes) -> bytes:

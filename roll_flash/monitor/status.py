@@ -22,6 +22,8 @@ from roll_flash.errors import RunError
 FILE_NAME = "status.json"
 SILENT_AFTER_S = 30.0
 """Age of a status in seconds after which its writer counts as silent."""
+ROUNDING_S = 2.0
+"""Most by which two readings of the start of a process differ: the kernel tells its boot in whole seconds."""
 RECENT_STEPS = 60
 """Most steps in `RunStatus.recent`."""
 NEWS = 20
@@ -40,7 +42,9 @@ class Writer:
     host: str
     pid: int
     started_s: float
-    """Start of the process in Unix time: another one may have the same number later."""
+    """Start of the process in seconds since the boot of its machine: another one may have the same number later."""
+    boot: str = ""
+    """Identifier of that boot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +102,7 @@ def new_status(name: str, total_steps: int) -> RunStatus:
     """Return the first status of a run of this process."""
     now_s = time.time()
     pid = os.getpid()
-    writer = Writer(host=socket.gethostname(), pid=pid, started_s=psutil.Process(pid).create_time())
+    writer = Writer(host=socket.gethostname(), pid=pid, started_s=_started_s(psutil.Process(pid)), boot=_boot())
     return RunStatus(name=name, total_steps=total_steps, writer=writer, started_s=now_s, written_s=now_s)
 
 
@@ -132,10 +136,19 @@ def read_status(run_dir: Path) -> RunStatus:
     return replace(status, state="silent") if time.time() - status.written_s > SILENT_AFTER_S else status
 
 
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _started_s(process: psutil.Process) -> float:
+    """Return the seconds from the boot to the start of a process; in Unix time they change when the clock is set."""
+    return float(process.create_time() - psutil.boot_time())
+
+
 def _is_alive(writer: Writer) -> bool:
     try:
         process = psutil.Process(writer.pid)
-        if abs(process.create_time() - writer.started_s) > 2.0:  # the clock may have been set
+        if writer.boot != _boot() or abs(_started_s(process) - writer.started_s) > ROUNDING_S:
             return False
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

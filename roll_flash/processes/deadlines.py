@@ -1,4 +1,4 @@
-"""Time windows: count recent events, and learn timeouts from recent durations."""
+"""Time: a clock that is never set, counts of recent events, and timeouts learned from recent durations."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ T = TypeVar("T")
 
 class HungError(RunError):
     """An operation takes far longer than ever before."""
+
+
+class SteadyClock:
+    """Unix time as the machine's clock had it when this one began, plus the seconds since: differences are durations,
+    also if the machine's clock is set meanwhile."""
+
+    def __init__(self) -> None:
+        self._ahead_s = time.time() - time.monotonic()
+
+    def now_s(self) -> float:
+        return self._ahead_s + time.monotonic()
 
 
 class RecentCount:

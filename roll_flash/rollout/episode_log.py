@@ -13,7 +13,7 @@ from functools import partial
 
 from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.processes.background import call_in_thread, start_background
-from roll_flash.rollout.turns import TurnFile
+from roll_flash.rollout.turn_file import TurnFile
 from roll_flash.run.journal import Event, Journal
 from roll_flash.stream.blocks import fetch_lines
 from roll_flash.types import EpisodeFailure, FinishedEpisode, StoredTrajectory
@@ -68,10 +68,10 @@ class EpisodeLog:
         """Write an event of the journal."""
         self._append(event)
 
-    def note_turn(self, line: bytes) -> None:
+    def note_turn(self, record: bytes) -> None:
         """Write a finished turn of a running episode."""
         if self._turns is not None:
-            self._append(line)
+            self._append(record)
 
     def begin_journal(self, step: int, turns: list[bytes]) -> None:
         """Write the events that follow as those after the checkpoint of `step`, and the turns after these."""

@@ -124,6 +124,10 @@ class Recovery:
         """Begin without a checkpoint, where the run began."""
         return cls(None, version=0, next_group=0, groups={}, requeued=[], async_ratio=None, tasks={})
 
+    def ended(self) -> dict[str, list[str]]:
+        """Return the episodes that have ended of each group that is left, by group id."""
+        return {name: group.episodes for name, group in self.groups.items()}
+
     def repeat(self, events: Sequence[Event], *, max_requeues: int | None) -> None:
         """Apply what the journal has after the checkpoint. `max_requeues`: how often the task of a stale group is
         played again; None: never. Raises ValueError or KeyError for what is no journal of this run."""

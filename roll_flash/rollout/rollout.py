@@ -23,8 +23,9 @@ from roll_flash.processes.background import error_of, start_background
 from roll_flash.rollout.episode_log import EpisodeLog
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.recovery import MicroBatches, Recovery
-from roll_flash.rollout.turns import SentTurn, TurnFile
-from roll_flash.run.journal import Event, Journal
+from roll_flash.rollout.turn_file import TurnFile
+from roll_flash.rollout.turns import SentTurn
+from roll_flash.run.journal import Event, Journal, state_event
 from roll_flash.scheduling.async_ratio import Decision, StepMeasurement, controller_of
 from roll_flash.scheduling.group_queues import OpenGroup
 from roll_flash.scheduling.scheduler import Scheduler
@@ -83,10 +84,12 @@ class Rollout:
         self._changed = asyncio.Event()
         self._group_ready = asyncio.Event()
         self._failures_in_a_row = 0
+        self._first_failure_s = 0.0
+        """When the first of them failed."""
         self._last_causes: Counter[str] = Counter()
         self._last_message = ""
         self._tasks_ended = False
-        self._notices = [str(fleet.turns)] if recovery is not None and fleet.turns.lines() else []
+        self._notices = [str(fleet.turns)] if recovery is not None and fleet.turns.records() else []
         self._error: BaseException | None = None
         self._last_progress = time.monotonic()
         self._waiting: Activity | None = None
@@ -187,19 +190,18 @@ class Rollout:
     def state(self) -> dict[str, Any]:
         """Return the checkpoint state as JSON, for `Recovery`. What is decided from now on is journaled as after it:
         after its `mark`, since an earlier try of a checkpoint of this step may have begun the same file."""
+        self._end_dropped()  # a file of the journal tells only of groups that are open when it begins, or come later
         mark = secrets.token_hex(8)
-        self._log.begin_journal(self.scheduler.learner_version, self._fleet.turns.lines())
-        self._note({"event": "state", "mark": mark})
+        self._log.begin_journal(self.scheduler.learner_version, self._fleet.turns.records())
         groups = self.scheduler.unfinished_groups()
+        ended = {group.group_id: [each.episode_id for each in group.trajectories] for group in groups}
+        self._note(state_event(mark, ended))
         return {
             "mark": mark,
             "version": self.scheduler.learner_version,
             "tasks": self._tasks.state(),
             "next_group": self.scheduler.next_group,
-            "groups": [
-                [group.number, group.task.to_dict(), group.requeues, [each.episode_id for each in group.trajectories]]
-                for group in groups
-            ],
+            "groups": [[group.number, group.task.to_dict(), group.requeues, ended[group.group_id]] for group in groups],
             "requeued": [[task.to_dict(), requeues] for task, requeues in self.scheduler.requeued_tasks],
             "async_ratio": self._controller.state() if self._controller else None,
         }
@@ -293,7 +295,7 @@ class Rollout:
         if turn.episode_id in self.scheduler.running_ids:  # not of an evaluation
             if self._waiting is not None:
                 self._waiting.begin()
-            self._log.note_turn(turn.line)
+            self._log.note_turn(turn.record)
 
     def _note(self, event: Event) -> None:
         if self._has_journal:
@@ -398,7 +400,7 @@ class Rollout:
         self._log.add(self.scheduler.learner_version, outcome)
         self._note_progress(outcome)
         if isinstance(outcome, EpisodeFailure):
-            self._failures_in_a_row += 1
+            self._count_failure(outcome)
             self._last_causes[outcome.cause] += 1
             self._last_message = outcome.message
         else:
@@ -416,6 +418,15 @@ class Rollout:
             self._stream.complete(group_id)
         self._changed.set()
         self._group_ready.set()
+
+    def _count_failure(self, failure: EpisodeFailure) -> None:
+        """Count it, unless it ran when another one failed: what ends all running episodes at once, such as an engine of
+        sandboxes that is restarted, is one failure."""
+        if not self._failures_in_a_row:
+            self._first_failure_s = self.scheduler.now_s
+        began_s = self.scheduler.began_s(failure.episode_id)
+        if not self._failures_in_a_row or began_s is None or began_s >= self._first_failure_s:
+            self._failures_in_a_row += 1
 
     async def _wait_for_group(self) -> None:
         left_s = self._stall_timeout_s - (time.monotonic() - self._last_progress)

@@ -9,22 +9,21 @@ one the episode begins again.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 from zlib import crc32
 
 import msgspec
 import numpy as np
 
-from roll_flash.checked_files import Count, lines_of, open_checked
-from roll_flash.checked_files import decode as decode_json
+from roll_flash.checked_files import Count
 from roll_flash.engines.inference import Generation
 from roll_flash.envs.hosting.environments import Step
 from roll_flash.errors import RollFlashError
 from roll_flash.inference.client.token_protocol import MAX_LOGPROB
-from roll_flash.monitor.json_lines import JsonLinesFile, encode, is_intact, with_checksum
+from roll_flash.monitor.json_lines import encode
 from roll_flash.types import EpisodeSpec, FinishReason
 
 _Version = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
@@ -36,11 +35,20 @@ class DivergedError(RollFlashError):
 
 @dataclass(frozen=True, slots=True)
 class SentTurn:
-    """A finished turn on its way to the driver, which does not read its `line`. `index`: its number in the episode."""
+    """A finished turn on its way to the driver, which does not read its `record`. `index`: its number in the
+    episode."""
 
     episode_id: str
     index: int
-    line: bytes
+    record: bytes
+    """MessagePack, an array of the fields of `_Record`."""
+
+    @classmethod
+    def of(cls, record: bytes) -> SentTurn:
+        """Raises ValueError for what no turn wrote."""
+        found = _read(record)
+        RecordedTurn.of(record)
+        return cls(found.episode_id, found.index, record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,7 @@ class RecordedTurn:
     def sent(self, episode_id: str, index: int) -> SentTurn:
         generation = self.generation
         runs = [(version, len(list(same))) for version, same in itertools.groupby(generation.versions.tolist())]
-        line = _Line(
+        record = _Record(
             episode_id,
             index,
             self.prompt,
@@ -66,30 +74,33 @@ class RecordedTurn:
             generation.server,
             generation.elapsed_s,
         )
-        return SentTurn(episode_id, index, with_checksum(msgspec.json.encode(line)))
+        return SentTurn(episode_id, index, msgspec.msgpack.encode(record))
 
     @classmethod
-    def of(cls, line: _Line) -> RecordedTurn:
-        """Raises ValueError for a line that no turn wrote."""
-        token_ids, logprobs = np.frombuffer(line.token_ids, "<i4"), np.frombuffer(line.logprobs, "<f4")
-        versions, counts = np.asarray(line.versions, np.int32).reshape(-1, 2).T
+    def of(cls, record: bytes) -> RecordedTurn:
+        """Raises ValueError for what no turn wrote."""
+        found = _read(record)
+        token_ids, logprobs = np.frombuffer(found.token_ids, "<i4"), np.frombuffer(found.logprobs, "<f4")
+        versions, counts = np.asarray(found.versions, np.int32).reshape(-1, 2).T
         if not counts.sum(dtype=np.int64) == len(token_ids) == len(logprobs) > 0:
             raise ValueError("its arrays differ in length, or are empty")
         if token_ids.min() < 0 or not np.isfinite(logprobs).all() or logprobs.max() > MAX_LOGPROB:
             raise ValueError("it has tokens or log-probabilities that no server sends")
+        if not math.isfinite(found.elapsed_s):
+            raise ValueError("it took a time that is no number")
         generation = Generation(
             token_ids.astype(np.int32),
             logprobs.astype(np.float32),
             np.repeat(versions, counts),
-            line.finish_reason,
-            line.server,
-            line.elapsed_s,
+            found.finish_reason,
+            found.server,
+            found.elapsed_s,
         )
-        return cls(line.prompt, generation, line.answer)
+        return cls(found.prompt, generation, found.answer)
 
 
-class _Line(msgspec.Struct):
-    """The record of a turn; arrays of bytes are base64 in JSON."""
+class _Record(msgspec.Struct, array_like=True):
+    """What is stored of a turn: token ids as int32, log-probabilities as float32, little-endian."""
 
     episode_id: str
     index: Count
@@ -102,6 +113,13 @@ class _Line(msgspec.Struct):
     finish_reason: FinishReason
     server: str
     elapsed_s: float
+
+
+def _read(record: bytes) -> _Record:
+    try:
+        return msgspec.msgpack.decode(record, type=_Record)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def checksum_of_prompt(token_ids: Sequence[int]) -> int:
@@ -158,10 +176,10 @@ class EpisodeTurns:
 
 
 class TurnBook:
-    """The finished turns of running episodes, on the driver: lines in the order of their turns, by episode id."""
+    """The finished turns of running episodes, on the driver: records in the order of their turns, by episode id."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, list[bytes]] = {}
+        self._records: dict[str, list[bytes]] = {}
         self.on_add: Callable[[SentTurn], None] | None = None
         """Called with each turn that is added."""
         self.moved_episodes = self.moved_turns = 0
@@ -169,97 +187,42 @@ class TurnBook:
 
     def add(self, turn: SentTurn) -> None:
         """Add the next turn of an episode. The first turn of one that began again replaces all others."""
-        lines = self._lines.get(turn.episode_id, [])
-        del lines[turn.index :]
-        if len(lines) == turn.index:
-            lines.append(turn.line)
-            self._lines[turn.episode_id] = lines
+        records = self._records.get(turn.episode_id, [])
+        del records[turn.index :]
+        if len(records) == turn.index:
+            records.append(turn.record)
+            self._records[turn.episode_id] = records
             if self.on_add is not None:
                 self.on_add(turn)
 
     def of(self, episode_id: str) -> tuple[bytes, ...]:
-        return tuple(self._lines.get(episode_id, ()))
+        return tuple(self._records.get(episode_id, ()))
 
     def forget(self, episode_id: str) -> None:
-        self._lines.pop(episode_id, None)
+        self._records.pop(episode_id, None)
 
-    def lines(self) -> list[bytes]:
-        return [line for lines in self._lines.values() for line in lines]
+    def records(self) -> list[bytes]:
+        return [record for records in self._records.values() for record in records]
 
     def keep_only(self, episode_ids: Iterable[str]) -> None:
         wanted = set(episode_ids)
-        self._lines = {name: lines for name, lines in self._lines.items() if name in wanted}
+        self._records = {name: records for name, records in self._records.items() if name in wanted}
 
     def versions(self) -> dict[str, tuple[int, int]]:
         """Return the versions of the oldest and the newest token of each episode."""
         found = {}
-        for name, lines in self._lines.items():
-            versions = [turn.generation.versions for turn in decode(lines)]
+        for name, records in self._records.items():
+            versions = [turn.generation.versions for turn in decode(records)]
             found[name] = (min(int(each.min()) for each in versions), max(int(each.max()) for each in versions))
         return found
 
     def __str__(self) -> str:
-        turns = sum(len(lines) for lines in self._lines.values())
+        turns = sum(len(records) for records in self._records.values())
         return (
-            f"{len(self._lines)} episodes go on after their last finished turn ({turns} turns are not asked for again)"
+            f"{len(self._records)} episodes go on after their last finished turn ({turns} turns are not asked for "
+            "again)"
         )
 
 
-def decode(lines: Iterable[bytes]) -> list[RecordedTurn]:
-    return [RecordedTurn.of(decode_json(line, _Line)) for line in lines]
-
-
-class TurnFile:
-    """The turns of running episodes on disk: a file that each checkpoint writes anew, without those of ended ones."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: JsonLinesFile | None = None
-
-    def begin(self, lines: Iterable[bytes]) -> None:
-        """Replace what is there by these lines. Raises RunError if the disk write fails, as `write` and `sync`."""
-        self.close()
-        new = self.path.with_suffix(".new")
-        new.unlink(missing_ok=True)
-        self._file = JsonLinesFile(new)
-        for line in lines:
-            self._file.write_line(line)
-        self._file.sync()
-        new.replace(self.path)
-
-    def write(self, line: bytes) -> None:
-        assert self._file is not None, "begin comes first"
-        self._file.write_line(line)
-
-    def sync(self) -> None:
-        if self._file is not None:
-            self._file.sync()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-def read_turns(path: Path) -> TurnBook:
-    """Read a `TurnFile`. Damaged lines, and the turns of an episode after one, are left out."""
-    book = TurnBook()
-    if not path.exists():
-        return book
-    with open_checked(path) as file:
-        for line in lines_of(file):
-            if (turn := _sent(line.rstrip(b"\n"))) is not None:
-                book.add(turn)
-    return book
-
-
-def _sent(line: bytes) -> SentTurn | None:
-    """Return the turn of a line, None if it is damaged."""
-    if not is_intact(line):
-        return None
-    try:
-        record = decode_json(line, _Line)
-        RecordedTurn.of(record)
-    except ValueError:
-        return None
-    return SentTurn(record.episode_id, record.index, line)
+def decode(records: Iterable[bytes]) -> list[RecordedTurn]:
+    return [RecordedTurn.of(record) for record in records]

@@ -1,4 +1,5 @@
-"""Keeps `episodes/` small while training continues: compresses finished steps, removes the oldest beyond a bound.
+"""Keeps `episodes/` and `journal/` small while training continues: compresses finished steps, removes the oldest beyond
+a bound, with the part of the journal that tells only of removed episodes.
 
 Nothing that `--resume` needs is removed: the episodes since the oldest checkpoint of `checkpoint.keep`, and those that
 its unfinished groups may have, stay.
@@ -23,6 +24,7 @@ from roll_flash.monitor.episode_files.steps import (
     stored_bytes,
 )
 from roll_flash.processes.background import call_in_thread
+from roll_flash.run.journal import compress_finished, journal_bytes, remove_before
 from roll_flash.run.run_dir import RunDir, list_checkpoints
 
 GIB = 1 << 30
@@ -37,14 +39,14 @@ class EpisodeSpace:
         self, config: Config, run_dir: RunDir, written: Callable[[], Awaitable[None]], note: Callable[[str], None]
     ) -> None:
         self._config = config
-        self._run_folder, self._folder = run_dir.folder, run_dir.episodes
+        self._run_folder, self._folder, self._journal = run_dir.folder, run_dir.episodes, run_dir.journal
         self._written = written
         self._note = note
         self._said: set[str] = set()
         self._version = 0
         self._changed = asyncio.Event()
         self._closes = threading.Event()
-        self._bytes = sum(map(stored_bytes, step_files(self._folder)))
+        self._bytes = self._bytes_now()
 
     def step_ended(self, version: int) -> None:
         """From now on episodes end at `version`, so the files of earlier steps are finished."""
@@ -88,11 +90,20 @@ class EpisodeSpace:
         monitor = self._config.monitor
         if monitor.compress_episodes:
             for path in step_files(self._folder):
-                if step_of(path) < version and path.exists() and not self._closes.is_set():
-                    compress_step(path, lambda: not self._closes.is_set())
+                if step_of(path) < version and path.exists() and self._may_go_on():
+                    compress_step(path, self._may_go_on)
+            compress_finished(self._journal, self._may_go_on)
         if monitor.episodes_gib is not None:
-            remove_oldest(self._folder, most_bytes=monitor.episodes_gib * GIB, before=self._first_needed())
-        self._bytes = sum(map(stored_bytes, step_files(self._folder)))
+            most_bytes = monitor.episodes_gib * GIB - journal_bytes(self._journal)
+            remove_oldest(self._folder, most_bytes=most_bytes, before=self._first_needed())
+            remove_before(self._journal, removed_before(self._folder))
+        self._bytes = self._bytes_now()
+
+    def _may_go_on(self) -> bool:
+        return not self._closes.is_set()
+
+    def _bytes_now(self) -> int:
+        return sum(map(stored_bytes, step_files(self._folder))) + journal_bytes(self._journal)
 
     def _first_needed(self) -> int:
         """Return the first step of which a resume may need episodes."""

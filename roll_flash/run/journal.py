@@ -3,15 +3,17 @@
 Trajectories are in `episodes/`; the journal says what became of them. `journal/after_step_N.jsonl` has the events after
 checkpoint N in the order in which they fell, one line each, with a checksum:
 
-- `state`: the state of the rollout was copied for this checkpoint; what comes before is in it;
+- `state`: the state of the rollout was copied for this checkpoint; what comes before is in it; `open` has the groups
+  that had not left, with their episodes that had ended;
 - `admitted`: a task became a group; `drawn` if it came from the task source, not from the requeued tasks;
 - `ended`: a trajectory was told to the task source, and became part of its group if `kept`;
 - `dropped`: a group left without being trained;
 - `trained`: a step, with the episodes and rewards of its micro-batches in the order in which they were accumulated;
 - `async_ratio`: a decision of `async_ratio: auto`.
 
-A resumed run repeats them from the checkpoint on (`roll_flash/rollout/recovery.py`), up to the first damaged line. The
-whole journal is kept: `roll-flash verify` (`verify.py`) checks a run by it.
+A resumed run repeats them from the checkpoint on (`roll_flash/rollout/recovery.py`), up to the first damaged line.
+Files before the newest are kept for `roll-flash verify` (`verify.py`), compressed as those of episodes are; they are
+removed with the episodes of which they tell (`episode_space.py`).
 """
 
 from __future__ import annotations
@@ -19,18 +21,25 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_flash.checked_files import decode, lines_of, open_checked
+from roll_flash.checked_files import decode, lines_of
+from roll_flash.monitor.episode_files.steps import (
+    compress_step,
+    compressed,
+    decompress_step,
+    open_step,
+    stored_bytes,
+)
 from roll_flash.monitor.json_lines import JsonLinesFile, encode, is_intact, with_checksum
 from roll_flash.run.files import free_name, sync
 
 FORMAT = 1
 Event = Mapping[str, Any]
-_FILE = re.compile(r"after_step_(\d+)\.jsonl")
+_FILE = re.compile(r"after_step_(\d+)\.jsonl(\.gz)?")
 
 
 class Journal:
@@ -47,9 +56,11 @@ class Journal:
     def begin(self, step: int) -> None:
         """Write what follows into the file of the checkpoint of `step`, or go on with it."""
         self.close()
-        self._file = JsonLinesFile(self._folder / f"after_step_{step:06d}.jsonl")
+        path = self._folder / f"after_step_{step:06d}.jsonl"
+        decompress_step(path)
+        self._file = JsonLinesFile(path)
         if not self._file.path.stat().st_size:
-            self.write({"event": "begin", "format": FORMAT})
+            self.write({"event": "begin", "format": FORMAT, "step": step})
             sync(self._folder)
 
     def write(self, event: Event) -> None:
@@ -68,10 +79,38 @@ class Journal:
             self._file = None
 
 
+def state_event(mark: str | None, open_groups: Mapping[str, Sequence[str]]) -> Event:
+    """`open_groups`: ids of the episodes that have ended, by group id."""
+    return {"event": "state", "mark": mark, "open": open_groups}
+
+
 def journal_files(folder: Path) -> dict[int, Path]:
-    """Return the files of a journal by the step of their checkpoint, oldest first."""
-    found = {int(match[1]): path for path in folder.glob("*") if (match := _FILE.fullmatch(path.name))}
-    return dict(sorted(found.items()))
+    """Return the files of a journal by the step of their checkpoint, oldest first, without `.gz` (`open_step`)."""
+    names = {path.name.removesuffix(".gz") for path in folder.glob("*") if _FILE.fullmatch(path.name)}
+    return dict(sorted((int(name[len("after_step_") : -len(".jsonl")]), folder / name) for name in names))
+
+
+def journal_bytes(folder: Path) -> int:
+    """Return the bytes that the files take on the disk. Raises OSError."""
+    return sum(map(stored_bytes, journal_files(folder).values()))
+
+
+def compress_finished(folder: Path, may_go_on: Callable[[], bool]) -> None:
+    """Compress all files but the newest, as `compress_step`. Raises OSError."""
+    for path in list(journal_files(folder).values())[:-1]:
+        if path.exists():
+            compress_step(path, may_go_on)
+
+
+def remove_before(folder: Path, step: int) -> None:
+    """Remove files, oldest first, whose events all come before the checkpoint of `step` or a later one. Raises
+    OSError."""
+    files = journal_files(folder)
+    for path, end in zip(files.values(), [*files][1:], strict=False):
+        if end > step:
+            break
+        for each in (path, compressed(path)):
+            each.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +132,13 @@ def read_journal(folder: Path, step: int = 0) -> tuple[list[Event], Damage | Non
         if number < step:
             continue
         offset = 0
-        with open_checked(path) as file:
+        try:
+            file = open_step(path)
+        except FileNotFoundError:
+            if events:
+                raise
+            continue  # a run that goes on has removed its oldest file meanwhile
+        with file:
             for place, line in enumerate(lines_of(file), start=1):
                 if not line.endswith(b"\n") and number == max(files):
                     break
@@ -119,6 +164,7 @@ def cut_at(folder: Path, damage: Damage) -> None:
     """Keep the journal up to a damaged line, and set aside a copy of the whole as `*.bak`: events without those before
     them say nothing."""
     set_aside(folder, damage.step + 1)
+    decompress_step(damage.path)
     shutil.copyfile(damage.path, free_name(damage.path))
     os.truncate(damage.path, damage.offset)
 
@@ -127,4 +173,6 @@ def set_aside(folder: Path, step: int) -> None:
     """Rename the files of the checkpoint of `step` and of later ones to `*.bak`."""
     for number, path in journal_files(folder).items():
         if number >= step:
-            path.replace(free_name(path))
+            for each in (path, compressed(path)):
+                if each.exists():
+                    each.replace(free_name(each))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from roll_flash.errors import RunError
 from roll_flash.monitor.episode_files.steps import open_steps, removed_before, removed_line
 from roll_flash.monitor.json_lines import is_intact
 from roll_flash.monitor.metrics import STEP_S, read_metrics
-from roll_flash.run.journal import Event, read_journal
+from roll_flash.run.journal import Damage, Event, read_journal
 from roll_flash.run.run_dir import list_checkpoints
 from roll_flash.scheduling.group_queues import group_id_of
 
@@ -39,6 +39,21 @@ class Logged:
     """What the log has of a trajectory with an intact line. `versions`: lowest and highest of its policy tokens."""
 
     versions: tuple[int, int]
+    went_back: bool
+    """A server answered a turn with older weights than an earlier turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Begin:
+    """Where the journal begins: after the checkpoint of `step`, with these groups and their ended episodes."""
+
+    step: int
+    groups: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def of(cls, events: Sequence[Event]) -> _Begin:
+        step = events[0].get("step", 0)
+        return cls(step, next((event["open"] for event in events if event["event"] == "state"), {}) if step else {})
 
 
 def verify_run(folder: Path) -> list[Finding]:
@@ -56,13 +71,16 @@ def _verified(folder: Path) -> list[Finding]:
         raise RunError(reason)
     trained = [event for event in events if event["event"] == "trained"]
     logged, damaged = _read_log(folder / "episodes")
+    begin = _Begin.of(events)
+    removed = _ended_before(begin, events, removed_before(folder / "episodes"))
     return [
-        Finding("journal", damage is None, damage.message if damage else f"{len(events):,} events, each intact"),
-        _groups(events, trained),
-        _trained_once(events, trained),
-        _in_the_log(trained, logged, damaged, folder / "episodes", events),
+        _journal(events, damage, begin, folder / "episodes"),
+        _groups(begin, events, trained),
+        _trained_once(begin, events, trained),
+        _in_the_log(trained, logged, damaged, folder / "episodes", removed),
         _staleness(trained, logged),
-        _steps(trained, rows, checkpoints),
+        _versions_of_servers(logged),
+        _steps(trained, {step: row for step, row in rows.items() if step > begin.step}, checkpoints),
     ]
 
 
@@ -74,9 +92,20 @@ def _members(step: Event) -> Iterator[tuple[str, str]]:
                 yield group_id, episode_id
 
 
-def _groups(events: Iterable[Event], trained: Iterable[Event]) -> Finding:
+def _journal(events: Sequence[Event], damage: Damage | None, begin: _Begin, episodes: Path) -> Finding:
+    if damage is not None:
+        return Finding("journal", False, damage.message)
+    detail = f"{len(events):,} events, each intact"
+    if begin.step > removed_before(episodes):
+        return Finding("journal", False, f"{detail}; those before step {begin.step} are missing")
+    gone = f"; those before step {begin.step} were removed with their episodes" if begin.step else ""
+    return Finding("journal", True, detail + gone)
+
+
+def _groups(begin: _Begin, events: Iterable[Event], trained: Iterable[Event]) -> Finding:
     """Every admitted group leaves once, trained or dropped, or is still open."""
     admitted = Counter(group_id_of(event["number"]) for event in events if event["event"] == "admitted")
+    admitted.update(begin.groups.keys())
     dropped = Counter(event["group"] for event in events if event["event"] == "dropped")
     taken = Counter(name for step in trained for name in [*{g for g, _ in _members(step)}, *step["without_rows"]])
     left = dropped + taken
@@ -87,17 +116,18 @@ def _groups(events: Iterable[Event], trained: Iterable[Event]) -> Finding:
     return _finding("groups", wrong, counts, "admitted more than once, or not at all, or left more than once")
 
 
-def _trained_once(events: Iterable[Event], trained: Iterable[Event]) -> Finding:
+def _trained_once(begin: _Begin, events: Iterable[Event], trained: Iterable[Event]) -> Finding:
     """Every trained episode ended, became part of its group, and was trained once."""
     kept = {(event["group"], event["episode"]) for event in events if event["event"] == "ended" and event["kept"]}
+    kept |= {(group, episode) for group, episodes in begin.groups.items() for episode in episodes}
     times = Counter(member for step in trained for member in _members(step))
     wrong = [episode for (group, episode), count in times.items() if count != 1 or (group, episode) not in kept]
     return _finding("episodes", wrong, f"{len(times)} trained, each once", "trained twice, or never ended")
 
 
-def _ended_before(step: int, events: Iterable[Event]) -> set[str]:
-    """Return the episodes that are in the files of steps before `step`."""
-    version, found = 0, set()
+def _ended_before(begin: _Begin, events: Iterable[Event], step: int) -> set[str]:
+    """Return the episodes that are, or may be, in the files of steps before `step`."""
+    version, found = begin.step, {episode for episodes in begin.groups.values() for episode in episodes}
     for event in events:
         if event["event"] == "trained":
             version = event["version"]
@@ -107,10 +137,10 @@ def _ended_before(step: int, events: Iterable[Event]) -> set[str]:
 
 
 def _in_the_log(
-    trained: Iterable[Event], logged: Mapping[str, Logged], damaged: int, episodes: Path, events: Iterable[Event]
+    trained: Iterable[Event], logged: Mapping[str, Logged], damaged: int, episodes: Path, removed: Collection[str]
 ) -> Finding:
     names = [episode for step in trained for _, episode in _members(step)]
-    missing, removed = [name for name in names if name not in logged], _ended_before(removed_before(episodes), events)
+    missing = [name for name in names if name not in logged]
     wrong = [name for name in missing if name not in removed]
     good = f"{len(names) - len(missing)} trained episodes are on disk, intact"
     if damaged:
@@ -135,6 +165,13 @@ def _staleness(trained: Iterable[Event], logged: Mapping[str, Logged]) -> Findin
     return _finding(
         "staleness", wrong, counts, f"trained beyond async_ratio {async_ratio:g}, or before they were sampled"
     )
+
+
+def _versions_of_servers(logged: Mapping[str, Logged]) -> Finding:
+    """Within an episode, whose turns follow each other, no server goes back to older weights."""
+    wrong = [name for name, found in logged.items() if found.went_back]
+    good = f"in {len(logged)} episodes no server went back"
+    return _finding("versions", wrong, good, "have a turn of older weights than an earlier turn of the same server")
 
 
 def _steps(trained: list[Event], rows: Mapping[int, Mapping[str, Any]], checkpoints: list[int]) -> Finding:
@@ -169,11 +206,29 @@ def _read_log(folder: Path) -> tuple[dict[str, Logged], int]:
                 damaged += line.endswith(b"\n")
             elif b'"kind":"trajectory"' in line[:80]:
                 record = decode(line)  # one that was cut short is there twice: the last counts
-                found[record["episode_id"]] = Logged(_versions(record))
+                found[record["episode_id"]] = Logged(_versions(record), any(map(_went_back, _samples(record))))
     return found, damaged
 
 
 def _versions(record: Mapping[str, Any]) -> tuple[int, int]:
-    samples = [record, *record["branches"]]
-    own = [v for each in samples for v, mine in zip(each["versions"], each["policy_mask"], strict=True) if mine]
+    own = [
+        v for each in _samples(record) for v, mine in zip(each["versions"], each["policy_mask"], strict=True) if mine
+    ]
     return min(own, default=0), max(own, default=0)
+
+
+def _samples(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [record, *record["branches"]]
+
+
+def _went_back(sample: Mapping[str, Any]) -> bool:
+    """Compare the last tokens of turns: those before may be of another server, which died in the turn."""
+    newest: dict[str, int] = {}
+    for turn in sample["turns"]:
+        span = slice(turn["start"], turn["end"])
+        own = [v for v, mine in zip(sample["versions"][span], sample["policy_mask"][span], strict=True) if mine]
+        if own and (server := turn.get("server")):
+            if own[-1] < newest.get(server, own[-1]):
+                return True
+            newest[server] = own[-1]
+    return False

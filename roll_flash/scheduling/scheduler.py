@@ -167,6 +167,11 @@ class Scheduler:
             return episode_id, group.started_s[episode_id]
         return None
 
+    def began_s(self, episode_id: str) -> float | None:
+        """Return when a running episode was started; None if it is not running."""
+        group = self._running.get(episode_id)
+        return None if group is None else group.started_s[episode_id]
+
     @property
     def running_ids(self) -> Collection[str]:
         return self._running.keys()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from roll_flash.checked_files import decode, lines_of, open_checked
 from roll_flash.config.sections.stages import StageConfig
 from roll_flash.errors import RunError
 from roll_flash.monitor.json_lines import JsonLinesFile
@@ -33,6 +36,8 @@ CLOSE_TIMEOUT_S = 10.0
 Log = Callable[[dict[str, Any]], Any]
 Span = tuple[float, float, int]
 """Begin and end in Unix time, number of trajectories."""
+Scores = Mapping[tuple[str, str], float]
+"""By stage and episode id."""
 
 _log = logging.getLogger(__name__)
 
@@ -63,11 +68,37 @@ def final_reward(reward: float, scores: Sequence[float], stages: Sequence[StageC
     return _checked(reward, f"the reward after stage {names}")
 
 
+class _Score(msgspec.Struct):
+    """A line of `logs/stages.jsonl` that has a score."""
+
+    stage: str
+    episode_id: str
+    score: float
+
+
+def recorded_scores(log_file: Path, episode_ids: Collection[str]) -> Scores:
+    """Return the scores of these episodes in the log of a run that goes on. What cannot be read is left out, and scored
+    again."""
+    found: dict[tuple[str, str], float] = {}
+    if not episode_ids or not log_file.exists():
+        return found
+    with open_checked(log_file) as file:
+        for line in lines_of(file):
+            try:
+                score = decode(line, _Score)
+            except ValueError:
+                continue
+            if score.episode_id in episode_ids:
+                found[score.stage, score.episode_id] = score.score
+    return found
+
+
 class RunningStages:
     """The stages of a run, as driver tasks that run as long as the run. Open with `open_stages`."""
 
-    def __init__(self, stages: Sequence[StageConfig]) -> None:
+    def __init__(self, stages: Sequence[StageConfig], known: Scores) -> None:
         self._configs = list(stages)
+        self._known = known
         self._stages: dict[str, Stage] = {}
         self._scores: dict[str, list[float]] = {}
         self._spans: dict[str, list[Span]] = {}
@@ -106,6 +137,9 @@ class RunningStages:
 
     def _scoring(self, config: StageConfig, scorer: RewardStage, log: Log) -> Compute:
         async def compute(rows: Sequence[Row]) -> list[dict[str, float]]:
+            known = [self._known.get((config.name, row.row_id)) for row in rows]
+            if None not in known:  # else the whole batch: a stage may compare the rows of a group
+                return [{score_column(config): score} for score in known if score is not None]
             with self._working(config.name, len(rows)):
                 trajectories = await call_in_thread(lambda: fetch_trajectories([row.data.data for row in rows]))
                 scores = await _score(scorer, trajectories)
@@ -138,13 +172,14 @@ class RunningStages:
 
 @asynccontextmanager
 async def open_stages(
-    stages: Sequence[StageConfig], stream: TrajectoryStream, log_file: Path
+    stages: Sequence[StageConfig], stream: TrajectoryStream, log_file: Path, known: Scores | None = None
 ) -> AsyncIterator[RunningStages]:
-    """Start the stages on a stream with the consumers `stage_consumers`; append scores to `log_file`.
+    """Start the stages on a stream with the consumers `stage_consumers`; append scores to `log_file`. `known` scores
+    are not asked for.
 
     If a stage stops, the stream fails and so does the run. Raises the error of a stage's `start`.
     """
-    running = RunningStages(stages)
+    running = RunningStages(stages, known or {})
     if not stages:
         yield running
         return

@@ -120,7 +120,9 @@ class EngineSet:
                 member.opening -= 1
         if len(refusals) == 1 or all(isinstance(error, SPEC_OR_IMAGE_ERRORS) for error in refusals):
             raise refusals[-1]
-        raise SandboxStartError(f"no engine could start a sandbox: {'; '.join(map(str, refusals))}")
+        are_away = all(isinstance(error, SandboxUnreachable) for error in refusals)
+        kind = SandboxUnreachable if are_away else SandboxStartError
+        raise kind(f"no engine could start a sandbox: {'; '.join(map(str, refusals))}")
 
     def _next(self, tried: Sequence[_EngineHandle]) -> _EngineHandle | None:
         """Return the least loaded engine that is not paused; if all are, the one whose pause ends first."""

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from roll_flash.sandboxes.errors import SandboxDied
+from roll_flash.sandboxes.errors import SandboxDied, SandboxUnreachable
 from roll_flash.sandboxes.pool.stats import PoolStats
 from roll_flash.sandboxes.pool.warm import WarmSandboxes
 from roll_flash.sandboxes.protocol import Provider, Sandbox
@@ -29,6 +29,8 @@ SWEEP_EVERY = 12
 """Rounds of upkeep between sweeps for leftovers of dead controllers; the first round sweeps too."""
 STATS_TIMEOUT_S = 2.0
 RESET_TIMEOUT_S = 60.0
+AWAY_S, RETRY_S = 45.0, 1.0
+"""Seconds that a start waits for an engine that has gone away, as when it is restarted, and between two tries."""
 
 _log = logging.getLogger("roll_flash.sandboxes")
 
@@ -68,6 +70,8 @@ class SandboxPool:
         self._upkeep: asyncio.Task[None] | None = None
         self._open: set[Sandbox] = set()
         self._leased: set[Sandbox] = set()
+        self._is_away = False
+        """No engine could be reached when a sandbox was started last."""
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
         self._stats = PoolStats()
@@ -218,10 +222,8 @@ class SandboxPool:
             task.add_done_callback(self._starts.discard)
 
     async def _start_one(self, warm: WarmSandboxes) -> None:
-        assert self._provider is not None
-        began = time.monotonic()
         try:
-            sandbox = await self._provider.open(warm.spec, run=self._run, timeout_s=self._start_timeout_s)
+            sandbox, took_s = await self._open_sandbox(warm.spec)
         except Exception as error:  # any error is passed to a waiting lease
             self._stats.start_failures += 1
             warm.failures_in_a_row += 1
@@ -231,10 +233,29 @@ class SandboxPool:
         finally:
             warm.starting -= 1
         self._open.add(sandbox)
-        warm.note_start(time.monotonic() - began)
+        warm.note_start(took_s)
         self._stats.started += 1
-        self._stats.start_s.add(time.monotonic() - began)
+        self._stats.start_s.add(took_s)
         self._put(warm, sandbox)
+
+    async def _open_sandbox(self, spec: SandboxSpec) -> tuple[Sandbox, float]:
+        """Return a new sandbox, and the seconds that it took to start, without the wait for an engine."""
+        assert self._provider is not None
+        asked = time.monotonic()
+        while True:
+            began = time.monotonic()
+            try:
+                sandbox = await self._provider.open(spec, run=self._run, timeout_s=self._start_timeout_s)
+            except SandboxUnreachable as error:
+                if time.monotonic() - asked > AWAY_S:
+                    raise
+                if not self._is_away:
+                    self._is_away = True
+                    _log.warning("sandboxes wait up to %g s for their engine: %s", AWAY_S, error)
+                await asyncio.sleep(RETRY_S)
+            else:
+                self._is_away = False
+                return sandbox, time.monotonic() - began
 
     def _expire(self, sandbox: Sandbox, limit_s: float) -> None:
         self._stats.leases_expired += 1

@@ -1,4 +1,4 @@
-"""One run of the tiny model, kept alive, that is hit by one fault after the other, and what must hold after each.
+"""One run, kept alive, that is hit by one fault after the other, and what must hold after each.
 
 After a fault the run trains a step, `roll-flash verify` finds nothing wrong, and no process has lost its parent. After
 a shutdown nothing is left on the machine; after the last one the books balance and no temporary file is left either.
@@ -39,6 +39,8 @@ POLL_S, MOMENT_POLL_S = 0.1, 0.01
 CLOSE_S = 60.0
 TAIL_BYTES = 1 << 16
 CHECKPOINT_EVERY, EVALUATION_EVERY = 6, 8
+CONFIG = "configs/ci.yaml"
+"""The tiny model."""
 
 
 _OWNER = re.compile(re.escape(LABEL_OWNER) + r"=(\S+)")
@@ -69,7 +71,9 @@ class Outcome:
 class Campaign:
     """Raises BrokenError for what does not hold."""
 
-    def __init__(self, folder: Path, surroundings: Surroundings, *, vllm: bool, longest_s: float) -> None:
+    def __init__(
+        self, folder: Path, surroundings: Surroundings, *, vllm: bool, longest_s: float, config: str = CONFIG
+    ) -> None:
         """`longest_s`: most seconds of faults that pass by themselves."""
         self.surroundings = surroundings
         self.folder = surroundings.runs / "chaos"
@@ -78,7 +82,7 @@ class Campaign:
         self._environment = {**os.environ, **surroundings.environment}
         self._session = Session.begin(self._environment)
         self._arguments = [
-            "configs/ci.yaml",
+            config,
             "name=chaos",
             f"runs={surroundings.runs}",
             "envs.0.max_turns=3",
@@ -209,16 +213,16 @@ class Campaign:
         self._wait(f"the moment of {case}", RECOVERY_S, condition, MOMENT_POLL_S)
 
     def _journal_grows_by(self, text: bytes) -> Callable[[], bool]:
-        files = {path: path.stat().st_size for path in self.folder.glob("journal/*.jsonl")}
+        def newest() -> Path:
+            return max(self.folder.glob("journal/after_step_*.jsonl"))  # older ones are compressed at any time
+
+        file_before = newest()
+        size_before = file_before.stat().st_size
 
         def look() -> bool:
-            for path in self.folder.glob("journal/*.jsonl"):
-                with path.open("rb") as file:
-                    file.seek(files.get(path, 0))
-                    new = file.read()
-                if text in new:
-                    return True
-            return False
+            with (path := newest()).open("rb") as file:
+                file.seek(size_before if path == file_before else 0)
+                return text in file.read()
 
         return look
 

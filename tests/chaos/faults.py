@@ -41,9 +41,9 @@ TOGETHER = "guard and host of a server"
 KILL, TERM, STOP, NO_FILES, NO_MEMORY = "kill -9", "SIGTERM", "SIGSTOP", "no file descriptors", "no memory"
 PAUSE, FULL, READ_ONLY, SLOW, HANGS = "pause", "full", "read-only", "slow", "hangs"
 CUT, LOSS, LATER, EARLIER, WRONG = "cut", "packet loss", "1 h later", "1 h earlier", "garbage"
-LONGEST_S = {STOP: 60.0, SLOW: 20.0, LOSS: 20.0, HANGS: 10.0, CUT: 10.0}
+LONGEST_S = {STOP: 60.0, SLOW: 20.0, LOSS: 20.0, HANGS: 10.0, CUT: 10.0, "engine": 30.0}
 LONGEST_OTHER_S, SHORTEST_S = 5.0, 0.5
-"""Bounds in seconds of faults that pass by themselves."""
+"""Bounds in seconds of faults that pass by themselves, by part or fault."""
 LOSSES = (0.05, 0.2, 0.5)
 HOUR_S = 3600
 T = TypeVar("T")
@@ -164,11 +164,11 @@ def inject(case: Case, run: Run, longest_s: float) -> None:
         _hit_sandbox(case, run, draw, longest_s)
     else:
         with _broken(case, run, draw):
-            time.sleep(_duration(case.fault, draw, longest_s))
+            time.sleep(_duration(case.part if case.part in LONGEST_S else case.fault, draw, longest_s))
 
 
-def _duration(fault: str, draw: random.Random, longest_s: float) -> float:
-    return draw.uniform(SHORTEST_S, min(longest_s, LONGEST_S.get(fault, LONGEST_OTHER_S)))
+def _duration(kind: str, draw: random.Random, longest_s: float) -> float:
+    return draw.uniform(SHORTEST_S, min(longest_s, LONGEST_S.get(kind, LONGEST_OTHER_S)))
 
 
 def _hit_processes(case: Case, run: Run, draw: random.Random, longest_s: float) -> None:

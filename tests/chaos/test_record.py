@@ -75,6 +75,23 @@ def test_a_broken_campaign_goes_on_with_the_case_that_broke_it(
     assert "books balance, nothing left" in page
 
 
+def test_a_campaign_of_another_config_has_a_result_of_its_own(
+    chaos: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hit, configs = Hit(bears=9), list[str]()
+
+    def run(self: Any) -> None:
+        configs.append(self.config)
+        hit(self)
+
+    monkeypatch.setattr(chaos.Sitting, "run", run)
+    for config, faults in ((chaos.CONFIG, 3), ("configs/quickstart.yaml", 2)):
+        assert chaos.carry_on(3, faults, vllm=True, minutes=60.0, config=config)["faults"] == faults
+    assert configs == [chaos.CONFIG, "configs/quickstart.yaml"]
+    assert json.loads((tmp_path / "chaos.json").read_text())["faults"] == 3
+    assert "vLLM, configs/quickstart.yaml and Docker sandboxes" in (tmp_path / "chaos_quickstart.md").read_text()
+
+
 def test_a_campaign_of_another_seed_or_engine_begins_anew(chaos: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     hits = [Hit(bears=9) for _ in range(3)]
     for hit, (seed, vllm) in zip(hits, [(3, False), (3, True), (4, False)], strict=True):

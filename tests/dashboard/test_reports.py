@@ -20,10 +20,12 @@ from roll_flash.dashboard.folders import Sources
 from roll_flash.dashboard.transcript import MAX_CHARACTERS
 from roll_flash.diagnosis.reading import read_run
 from roll_flash.errors import ConfigError
+from roll_flash.monitor.episode_files import steps
 from roll_flash.monitor.episode_files.steps import open_step, remove_oldest
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.monitor.status import News, new_status, write
 from roll_flash.replay.recorded import find_episode
+from roll_flash.run.journal import compress_finished
 from roll_flash.run.learner_logprobs import write_logprobs
 
 
@@ -282,6 +284,27 @@ def test_a_run_of_a_newer_version_is_shown_with_a_notice(run: RecordedRun) -> No
         assert about["notices"] == ["written by a newer version (journal format 2): some of it may be missing here"]
         assert about["config"]["quantum"] is True
         assert dashboard.get("episode", run="recorded", id="g00000000-r1")["advantage"] is None
+
+
+def test_a_journal_that_is_compressed_meanwhile_tells_the_same(
+    run: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "SMALL_BYTES", 0)
+
+    def shown() -> list[Any]:
+        asked = [dashboard.get("episode", run="recorded", id=f"g0000000{step}-r1") for step in (0, 1)]
+        return [(episode["trained"], episode["advantage"]) for episode in asked]
+
+    with serving(run.folder) as dashboard:
+        before = shown()
+        assert None not in before[0]
+        journal = run.run_dir.journal
+        (journal / "after_step_000009.jsonl").touch()
+        compress_finished(journal, lambda: True)
+        assert not (journal / "after_step_000000.jsonl").exists()
+        assert shown() == before
+    with serving(run.folder) as dashboard:
+        assert shown() == before
 
 
 def test_episodes_that_a_run_has_removed_are_told(run: RecordedRun) -> None:

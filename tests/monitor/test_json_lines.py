@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_flash.monitor.json_lines import JsonLinesFile, cut_half_line, encode, plain, read_lines
+from roll_flash.errors import RunError
+from roll_flash.monitor.json_lines import AppendedFile, JsonLinesFile, cut_half_line, encode, plain, read_lines
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec="utf-8")),
@@ -73,6 +74,15 @@ def test_a_half_line_longer_than_a_block_is_cut_too(tmp_path: Path) -> None:
     path.write_bytes(b"{}\n" + b"x" * 200_000)
     cut_half_line(path)
     assert path.read_bytes() == b"{}\n"
+
+
+def test_a_full_disk_is_one_line_with_what_to_do() -> None:
+    file = AppendedFile(Path("/dev/full"))
+    with pytest.raises(
+        RunError, match=r"/dev/full: cannot be written: No space left on device; free space on its disk"
+    ):
+        file.append(b"x")
+    file.close()
 
 
 def test_each_line_is_on_disk_before_write_returns(tmp_path: Path) -> None:

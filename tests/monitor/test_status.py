@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from roll_flash.cli.main import main
@@ -70,6 +71,19 @@ def test_a_run_whose_process_is_gone_has_died(tmp_path: Path) -> None:
 def test_another_process_of_the_same_number_is_not_the_run(tmp_path: Path) -> None:
     earlier = replace(a_status().writer, started_s=a_status().writer.started_s - 1000)
     status.write(tmp_path, replace(a_status(), writer=earlier))
+    assert read_status(tmp_path).state == "died"
+
+
+def test_a_clock_that_is_set_makes_no_running_run_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status.write(tmp_path, a_status())
+    boot_s, began_s = psutil.boot_time(), psutil.Process().create_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_s + 3600)  # as /proc/stat has it then
+    assert psutil.Process().create_time() == pytest.approx(began_s + 3600, abs=5)
+    assert read_status(tmp_path).state == "running"
+
+
+def test_a_process_of_the_boot_before_is_gone(tmp_path: Path) -> None:
+    status.write(tmp_path, replace(a_status(), writer=replace(a_status().writer, boot="another")))
     assert read_status(tmp_path).state == "died"
 
 

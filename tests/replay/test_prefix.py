@@ -94,7 +94,7 @@ def test_a_fork_can_be_forked_with_the_turns_that_it_was_given() -> None:
 def test_a_fork_that_was_interrupted_goes_on_after_its_own_finished_turns() -> None:
     first, _, sent = play(forked(1), ["another", "end"])
     assert [turn.index for turn in sent] == [0], "of its own turns"
-    again, client, _ = play(replace(forked(1), played=tuple(turn.line for turn in sent)), ["other"])
+    again, client, _ = play(replace(forked(1), played=tuple(turn.record for turn in sent)), ["other"])
     assert isinstance(first, Trajectory)
     assert isinstance(again, Trajectory)
     assert len(client.prompts) == 1

@@ -204,6 +204,26 @@ def test_the_log_says_when_each_turn_and_each_failure_began() -> None:
     assert outcome.finished_s <= failure.started_s <= failure.finished_s <= time.time()
 
 
+@pytest.mark.parametrize("by_s", [3600.0, -3600.0])
+def test_a_clock_that_is_set_meanwhile_makes_an_episode_neither_longer_nor_negative(
+    by_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watchdog learns from it how long episodes usually take."""
+    clock = time.time
+
+    class SetsTheClock(Echo):
+        async def step(self, action: str) -> Any:
+            monkeypatch.setattr(time, "time", lambda: clock() + by_s)
+            return await super().step(action)
+
+    outcome = play(SetsTheClock(), ScriptedPolicy("a", "b"))
+    assert isinstance(outcome, Trajectory)
+    first, second = (turn.started_s for turn in outcome.turns)
+    assert first is not None
+    assert second is not None
+    assert outcome.started_s <= first <= second <= outcome.finished_s < outcome.started_s + PATIENT.episode_s
+
+
 def test_an_episode_ends_at_its_turn_limit() -> None:
     outcome = play(Echo(turns=9), ScriptedPolicy("a", "b", "c"), max_turns=2)
     assert isinstance(outcome, Trajectory)

@@ -36,7 +36,17 @@ from roll_flash.rollout.recovery import Recovery
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.turns import TurnBook
 from roll_flash.run.episode_space import EpisodeSpace
-from roll_flash.run.journal import Damage, Journal, cut_at, read_journal, set_aside
+from roll_flash.run.journal import (
+    Damage,
+    Journal,
+    compress_finished,
+    cut_at,
+    journal_files,
+    read_journal,
+    remove_before,
+    set_aside,
+    state_event,
+)
 from roll_flash.run.run_dir import Checkpoint, RunDir
 from roll_flash.run.verify import verify_run
 from roll_flash.stream import LearnerLoader, TrajectoryStream, finished_episode
@@ -138,7 +148,7 @@ async def play(
     stream, journal = TrajectoryStream(), Journal(run_dir.journal)
     journal.begin(journal.newest(resumed.checkpoint.step if resumed else 0))
     if resumed is not None and not resumed.recovery.is_marked:
-        journal.write({"event": "state", "mark": resumed.recovery.mark})
+        journal.write(state_event(resumed.recovery.mark, resumed.recovery.ended()))
     with EpisodesWriter(run_dir.episodes) as files:
         run = Rollout(
             config,
@@ -221,11 +231,41 @@ def test_what_a_run_compresses_and_removes_is_missed_by_no_resume(
         resumed, learner = await resumed_from(config, said)
         assert (resumed.recovery.version, resumed.checkpoint.step, len(said)) == (5, 4, 2), said
         assert learner.steps[5] == whole.steps[5]
-        log = next(finding for finding in verify_run(copy) if finding.check == "log")
-        assert log.ok
-        assert "are not checked: the episodes before step 3 were removed from the disk" in log.detail
+        names = {path.name for path in (copy / "journal").glob("after_step_*")}
+        assert names == {"after_step_000002.jsonl.gz", "after_step_000004.jsonl"}
+        findings = {finding.check: finding for finding in verify_run(copy)}
+        assert not [finding for finding in findings.values() if not finding.ok]
+        gone = "are not checked: the episodes before step 3 were removed from the disk"
+        assert gone in findings["log"].detail
+        assert "those before step 2 were removed with their episodes" in findings["journal"].detail
+        (copy / "journal/after_step_000002.jsonl.gz").unlink()
+        findings = {finding.check: finding for finding in verify_run(copy)}
+        assert "those before step 4 are missing" in findings["journal"].detail
+        assert [name for name, finding in findings.items() if not finding.ok] == ["journal"]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("scheduler", [{"extra_groups": 3}, {"on_stale": "requeue", "extra_groups": 3}])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_run_is_verified_from_whichever_checkpoint_its_journal_begins_at(
+    seed: int, scheduler: dict[str, Any], tmp_path: Path
+) -> None:
+    checkpoints = (2, 4, 6)
+
+    async def run() -> None:
+        config = config_of(tmp_path, **scheduler)
+        with RunDir.create(config, resume=False) as run_dir:
+            await play(config, run_dir, Learner(1.0), Fleet(seed, 0, lambda: None), checkpoints=checkpoints)
+
+    asyncio.run(run())
+    run_folder = tmp_path / "run"
+    assert any(event["event"] == "dropped" for event in read_journal(run_folder / "journal")[0])
+    for step in checkpoints:
+        steps.remove_oldest(run_folder / "episodes", most_bytes=0, before=step)
+        remove_before(run_folder / "journal", step)
+        assert min(journal_files(run_folder / "journal")) == step
+        assert not [finding for finding in verify_run(run_folder) if not finding.ok]
 
 
 def trained_in(steps: dict[int, list[Any]]) -> list[str]:
@@ -298,6 +338,17 @@ def age(lines: list[bytes]) -> None:
         lines[number] = with_checksum(encode(record).encode())
 
 
+def go_back(lines: list[bytes]) -> None:
+    """Let the third of three turns be of older weights than the first, of the same server."""
+    place, record = next(
+        (place, record) for place, line in enumerate(lines) if (record := json.loads(line))["kind"] == "trajectory"
+    )
+    del record["crc32"]
+    record["turns"] = [{"start": start, "end": start + 1, "server": name} for start, name in enumerate("aba", start=1)]
+    record["versions"][1:4] = [1, 0, 0]
+    lines[place] = with_checksum(encode(record).encode())
+
+
 def twice(event: dict[str, Any]) -> None:
     event["batches"].append(event["batches"][0])
 
@@ -315,6 +366,7 @@ TAMPERED: dict[str, tuple[str, Callable[[Path], None]]] = {
     "a step is missing": ("steps", lambda run: change_event(run, "trained", lambda event: event.update(version=99))),
     "the log lacks episodes": ("log", lambda run: change_log(run, list.clear)),
     "tokens are too old": ("staleness", lambda run: change_log(run, age)),
+    "a server goes back": ("versions", lambda run: change_log(run, go_back)),
     "the journal has a flipped bit": ("journal", lambda run: flip(journal_of(run))),
 }
 
@@ -356,7 +408,7 @@ def test_verify_finds_that(what: str, tmp_path: Path, capsys: pytest.CaptureFixt
 
     asyncio.run(run())
     assert main(["verify", str(tmp_path / "run")]) == 0
-    assert capsys.readouterr().out.count("ok ") == 6
+    assert capsys.readouterr().out.count("ok ") == 7
     check, tamper = TAMPERED[what]
     tamper(tmp_path / "run")
     assert main(["verify", str(tmp_path / "run")]) == 1
@@ -436,6 +488,40 @@ def test_a_run_whose_newest_checkpoint_is_damaged_repeats_the_steps_since_the_on
         assert not [finding for finding in verify_run(copy) if not finding.ok]
 
     asyncio.run(run())
+
+
+def test_a_journal_that_is_compressed_is_read_and_repaired_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "SMALL_BYTES", 0)
+    journal = Journal(tmp_path)
+    for step in (0, 2, 4):
+        journal.begin(step)
+        journal.write({"event": "dropped", "group": f"g{step}"})
+    events, _ = read_journal(tmp_path)
+    compress_finished(tmp_path, lambda: True)
+    packed = [f"after_step_00000{step}.jsonl.gz" for step in (0, 2)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*packed, "after_step_000004.jsonl"]
+    assert read_journal(tmp_path) == (events, None)
+    assert read_journal(tmp_path, 2) == (events[2:], None)
+    journal.close()
+
+    flip(tmp_path / packed[1])
+    left, damage = read_journal(tmp_path)
+    assert damage is not None
+    assert (left, damage.step) == (events[:2], 2)
+    cut_at(tmp_path, damage)
+    assert read_journal(tmp_path) == (events[:2], None)
+    journal.begin(journal.newest(0))
+    journal.write({"event": "dropped", "group": "g7"})
+    journal.close()
+    again, damage = read_journal(tmp_path)
+    assert damage is None
+    assert [event.get("group") for event in again] == [None, "g0", None, "g7"]
+
+    set_aside(tmp_path, 0)
+    assert read_journal(tmp_path) == ([], None)
+    assert (tmp_path / f"{packed[0]}.bak").exists()
 
 
 def test_a_journal_file_that_is_cut_short_before_the_last_one_is_damaged(tmp_path: Path) -> None:

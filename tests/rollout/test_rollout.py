@@ -129,6 +129,23 @@ def plays(reward: float | None = None) -> Play:
     return lambda spec, version: trajectory(spec, [version], spec.replica if reward is None else reward)
 
 
+@pytest.mark.parametrize("for_ever", [False, True])
+def test_what_ends_all_running_episodes_at_once_is_one_failure(for_ever: bool) -> None:
+    """As an engine of sandboxes that is restarted does; with `for_ever` it does not come back."""
+    fleet = ThisProcess(lambda spec, version: None)
+    fleet.play = lambda spec, version: (
+        failure(spec) if for_ever or len(fleet.played) <= 16 else trajectory(spec, [version], spec.replica)
+    )
+    settings = {"groups_per_step": 8, "retries": 100 if for_ever else 1}
+    if for_ever:
+        with pytest.raises(RunError, match=r"^the last \d+ episodes all failed \(env_error \d+\)"):
+            train(fleet, tasks_of(), steps=1, **settings)
+        return
+    made, run, _ = train(fleet, tasks_of(), steps=1, **settings)
+    assert [len(groups) for groups in made] == [8]
+    assert sum(run.scheduler.failures.values()) == 16
+
+
 def test_a_run_whose_groups_all_lose_replicas_ends_with_one_line() -> None:
     """One of four succeeds, so that episodes never fail in a row for long."""
 

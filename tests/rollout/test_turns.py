@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from scheduler_world import whole_trajectory
@@ -22,22 +22,20 @@ from roll_flash.envs import Env, register_env
 from roll_flash.envs.hosting.environments import EnvironmentMaker
 from roll_flash.envs.task_sources import open_tasks
 from roll_flash.models.prepare import resolve_model
-from roll_flash.monitor.json_lines import encode, with_checksum
 from roll_flash.processes.background import DaemonThreads
 from roll_flash.rollout.episodes.conversation import TokenPolicy
 from roll_flash.rollout.episodes.episode import Deadlines, Progress, run_episode
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.recovery import Recovery, RestoredGroup
 from roll_flash.rollout.rollout import Rollout
+from roll_flash.rollout.turn_file import FRAME, HEAD, NAME, OLD_NAME, TurnFile, read_turns
 from roll_flash.rollout.turns import (
     DivergedError,
     EpisodeTurns,
     RecordedTurn,
     SentTurn,
     TurnBook,
-    TurnFile,
     decode,
-    read_turns,
 )
 from roll_flash.rollout.worker import Outcome, WorkerSettings
 from roll_flash.scheduling.tasks import make_task
@@ -114,7 +112,7 @@ def test_an_episode_goes_on_after_its_finished_turns_and_the_model_is_asked_only
 ) -> None:
     first, sent, _ = play(tokenizer, spec_of(), 1)
     assert [turn.index for turn in sent] == [0, 1, 2], "the last turn comes with the trajectory"
-    spec = replace(spec_of(), played=tuple(turn.line for turn in sent[:finished]))
+    spec = replace(spec_of(), played=tuple(turn.record for turn in sent[:finished]))
     again, sent_again, client = play(tokenizer, spec, 2)
     assert len(client.prompts) == 4 - finished
     assert [turn.index for turn in sent_again] == [0, 1, 2][finished:]
@@ -129,20 +127,19 @@ def test_an_episode_goes_on_after_its_finished_turns_and_the_model_is_asked_only
 
 def test_an_environment_that_answers_otherwise_is_found_out(tokenizer: Any) -> None:
     _, sent, _ = play(tokenizer, spec_of(), 1)
-    lines = tuple(turn.line for turn in sent)
+    records = tuple(turn.record for turn in sent)
     with pytest.raises(DivergedError, match="answer in turn 0"):
-        play(tokenizer, replace(spec_of(by_chance=True), played=lines), 1)
-    other = json.loads(lines[1])
-    other["prompt"] += 1
-    del other["crc32"]
-    changed = with_checksum(encode(other).encode())
+        play(tokenizer, replace(spec_of(by_chance=True), played=records), 1)
+    other = msgspec.msgpack.decode(records[1])
+    other[2] += 1
+    changed = msgspec.msgpack.encode(other)
     with pytest.raises(DivergedError, match="prompt of turn 1"):
-        play(tokenizer, replace(spec_of(), played=(lines[0], changed)), 1)
+        play(tokenizer, replace(spec_of(), played=(records[0], changed)), 1)
 
 
 def test_an_environment_that_is_registered_as_nondeterministic_begins_again(tokenizer: Any) -> None:
     _, sent, _ = play(tokenizer, spec_of(), 1)
-    spec = replace(spec_of("ChanceRolls-v0"), played=tuple(turn.line for turn in sent))
+    spec = replace(spec_of("ChanceRolls-v0"), played=tuple(turn.record for turn in sent))
     played, sent, client = play(tokenizer, spec, 2)
     assert sent == []
     assert len(client.prompts) == 4
@@ -167,7 +164,7 @@ def turn_of(episode_id: str, index: int, *versions: int) -> SentTurn:
 
 def test_what_is_recorded_is_read_as_it_was() -> None:
     sent = turn_of("e", 0, 4, 4, 5)
-    [read] = decode([sent.line])
+    [read] = decode([sent.record])
     before = generation(4, 4, 5)
     for name in ("token_ids", "logprobs", "versions"):
         found, wanted = getattr(read.generation, name), getattr(before, name)
@@ -176,23 +173,82 @@ def test_what_is_recorded_is_read_as_it_was() -> None:
     assert (read.prompt, read.answer, read.generation.finish_reason) == (1, 2, "length")
 
 
-def test_the_file_has_the_turns_of_running_episodes_up_to_the_first_damage_in_each(tmp_path: Path) -> None:
-    file = TurnFile(tmp_path / "turns.jsonl")
-    file.begin([turn_of("old", 0, 1).line])
-    file.begin([turn_of("a", 0, 1).line])
-    for turn in (turn_of("b", 0, 2, 3), turn_of("a", 1, 1), turn_of("c", 0, 1), turn_of("a", 2, 1), turn_of("b", 0, 4)):
-        file.write(turn.line)
-    file.sync()
-    assert os.listdir(tmp_path) == ["turns.jsonl"]
-    assert read_turns(file.path).versions() == {"a": (1, 1), "b": (4, 4), "c": (1, 1)}
-    lines = file.path.read_bytes().splitlines(keepends=True)
-    lines[2] = lines[2].replace(b'"index":1', b'"index":7')
-    file.path.write_bytes(b"".join(lines)[:-20])  # the process was killed while it wrote the last line
-    book = read_turns(file.path)
+def turns_in(folder: Path) -> list[SentTurn]:
+    """Write a file of turns of three episodes; return them in its order."""
+    turns = [turn_of("a", 0, 1), turn_of("b", 0, 2, 3), turn_of("a", 1, 1), turn_of("c", 0, 1), turn_of("a", 2, 1)]
+    file = TurnFile(folder)
+    file.begin([turns[0].record])
+    for turn in turns[1:]:
+        file.write(turn.record)
     file.close()
-    assert [len(book.of(name)) for name in "abc"] == [1, 1, 1]
-    assert book.versions()["b"] == (2, 3)
-    assert "3 episodes go on after their last finished turn (3 turns" in str(book)
+    return turns
+
+
+def test_the_file_has_the_turns_since_it_began_and_no_file_of_an_older_version_beside_it(tmp_path: Path) -> None:
+    file = TurnFile(tmp_path)
+    (tmp_path / OLD_NAME).touch()
+    file.begin([turn_of("old", 0, 1).record])
+    file.close()
+    turns_in(tmp_path)
+    assert os.listdir(tmp_path) == [NAME]
+    book, line = read_turns(tmp_path)
+    assert line == ""
+    assert book.versions() == {"a": (1, 1), "b": (2, 3), "c": (1, 1)}
+    assert len(book.of("a")) == 3
+
+
+def flipped(place: int, change: int = 1) -> Callable[[bytearray], None]:
+    def flip(content: bytearray) -> None:
+        content[place] ^= change
+
+    return flip
+
+
+def cut(content: bytearray) -> None:
+    del content[-5:]
+
+
+FIRST = len(HEAD)
+DAMAGES: dict[str, tuple[Callable[[bytearray], None], dict[str, int], str]] = {
+    "cut in the last record": (cut, {"a": 2, "b": 1, "c": 1}, "damaged in 1 places"),
+    "a flipped bit in the first turn of a": (flipped(FIRST + FRAME.size + 9), {"b": 1, "c": 1}, "damaged in 1 places"),
+    "a flipped bit in its checksum": (flipped(FIRST + 4), {"b": 1, "c": 1}, "damaged in 1 places"),
+    "a length beyond the end": (flipped(FIRST + 2), {}, "damaged in 1 places"),
+    "a length beyond all memory": (flipped(FIRST + 3, 0x80), {}, "damaged in 1 places"),
+    "another version": (flipped(FIRST - 2, 3), {}, "of another version"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_turns_are_left_out_and_said_in_one_line(damage: str, tmp_path: Path) -> None:
+    turns_in(tmp_path)
+    change, left, said = DAMAGES[damage]
+    content = bytearray((tmp_path / NAME).read_bytes())
+    change(content)
+    (tmp_path / NAME).write_bytes(content)
+    book, line = read_turns(tmp_path)
+    assert {name: len(book.of(name)) for name in "abc" if book.of(name)} == left
+    assert said in line
+    assert str(tmp_path / NAME) in line
+
+
+def test_turns_of_an_older_version_are_not_read_and_that_is_said(tmp_path: Path) -> None:
+    assert read_turns(tmp_path)[1] == ""
+    (tmp_path / OLD_NAME).touch()
+    book, line = read_turns(tmp_path)
+    assert book.records() == []
+    assert f"{OLD_NAME}: of an older version" in line
+
+
+def test_a_turn_takes_at_most_1_3_times_the_bytes_of_its_tokens_logprobs_and_versions(tmp_path: Path) -> None:
+    count = 24
+    tokens, logprobs = np.arange(count, dtype=np.int32), np.full(count, -0.1, np.float32)
+    generation = Generation(tokens, logprobs, np.full(count, 70_000, np.int32), "length", "http://127.0.0.1:41234", 0.3)
+    sent = RecordedTurn(2**32 - 1, generation, 2**32 - 1).sent("g00000001-r0", 3)
+    file = TurnFile(tmp_path)
+    file.begin([sent.record] * 100)
+    file.close()
+    assert (tmp_path / NAME).stat().st_size <= 1.3 * 100 * 3 * 4 * count
 
 
 def config_of(**scheduler: Any) -> Config:
@@ -280,7 +336,7 @@ def test_the_episode_of_a_killed_worker_goes_on_elsewhere(tmp_path: Path, worker
     assert outcome.reward == 3.0
     assert asked <= 2, "the third turn was asked for once before the kill and once after it"
     assert (fleet.turns.moved_episodes, fleet.turns.moved_turns) == (1, 2)
-    assert fleet.turns.lines() == []
+    assert fleet.turns.records() == []
 
 
 async def _all(fleet: WorkerFleet, spec: EpisodeSpec) -> list[Outcome]:

@@ -9,6 +9,7 @@ from asyncio.base_subprocess import BaseSubprocessTransport
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 from abuse import attack_program
@@ -25,11 +26,13 @@ from roll_flash.sandboxes import (
     SandboxSpec,
     SandboxStartError,
     SandboxUnavailable,
+    SandboxUnreachable,
     list_sandboxes,
     providers,
 )
 from roll_flash.sandboxes.client import reset
 from roll_flash.sandboxes.owner import Owner
+from roll_flash.sandboxes.pool import sandbox_pool
 from roll_flash.sandboxes.pool.warm import WarmSandboxes
 from roll_flash.sandboxes.protocol import Provider
 from roll_flash.sandboxes.providers import connect_provider
@@ -201,6 +204,44 @@ def test_a_pool_whose_starts_fail_does_not_start_for_ever() -> None:
         return provider.starts
 
     assert asyncio.run(fail()) < 20
+
+
+class AwayEngine:
+    """An engine that cannot be reached for its first `starts` starts."""
+
+    def __init__(self, engine: Provider, starts: float) -> None:
+        self._engine = engine
+        self._left = starts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def open(self, spec: SandboxSpec, **how: Any) -> Sandbox:
+        self._left -= 1
+        if self._left >= 0:
+            raise SandboxUnreachable("no engine answers")
+        return await self._engine.open(spec, **how)
+
+
+def test_a_lease_waits_for_an_engine_that_is_restarted_and_not_for_ever(
+    provider: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox_pool, "RETRY_S", 0.01)
+
+    async def wait() -> None:
+        engine = await connect_provider(provider)
+        async with SandboxPool(provider=AwayEngine(engine, 5), size=0) as pool:  # type: ignore[arg-type]
+            async with pool.lease() as sandbox:
+                assert (await sandbox.exec("true")).ok
+            assert pool.stats().start_failures == 0
+        monkeypatch.setattr(sandbox_pool, "AWAY_S", 0.1)
+        async with SandboxPool(provider=AwayEngine(engine, math.inf), size=0) as pool:  # type: ignore[arg-type]
+            with pytest.raises(SandboxUnreachable, match="no engine answers"):
+                async with pool.lease():
+                    pass
+        await engine.close()
+
+    asyncio.run(wait())
 
 
 def test_a_plug_in_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from roll_flash.config.tree import load_config
 from roll_flash.errors import ConfigError, ModelError, RunError, StreamError
 from roll_flash.monitor.json_lines import read_lines
 from roll_flash.stages.reward_stage import JudgeStage, check_stages, split_conversation
-from roll_flash.stages.running import final_reward, open_stages, stage_consumers
+from roll_flash.stages.running import Scores, final_reward, open_stages, recorded_scores, stage_consumers
 from roll_flash.stream import LearnerLoader, TrajectoryStream, finished_group
 from roll_flash.types import FinishedGroup, Group, Task, Trajectory, Turn
 
@@ -58,7 +58,7 @@ def misbehaving(how: str, **settings: Any) -> StageConfig:
 
 
 async def trained(
-    stages: list[StageConfig], groups: list[Group], log: Path
+    stages: list[StageConfig], groups: list[Group], log: Path, known: Scores | None = None
 ) -> tuple[dict[str, list[float]], dict[str, float], list[tuple[str, float, float, int]]]:
     """Rewards of the groups that reach the learner, the stream's books with the stages' figures, the stages' work."""
 
@@ -72,7 +72,7 @@ async def trained(
 
     rewards = {}
     stream = TrajectoryStream(stage_consumers(stages))
-    async with open_stages(stages, stream, log) as running:
+    async with open_stages(stages, stream, log, known) as running:
         loader = LearnerLoader(stream, micro_batch_tokens=1000, timeout_s=10)
         async with aclosing(loader.stream_step(source())) as micro_batches:
             async for micro_batch in micro_batches:
@@ -112,6 +112,25 @@ def test_calls_of_a_stage_that_overlap_are_one_piece_of_its_work(tmp_path: Path)
         assert [rows for _, _, _, rows in worked] == expected
         assert all(name == "mine" and begin_s < end_s for name, begin_s, end_s, _ in worked)
         assert worked == sorted(worked, key=lambda span: span[1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({}, [1.5, 2.5, 3.0]), ({"on_failure": "drop_group"}, [1.0, 2.0, 3.0])],
+    ids=["rows", "a stage that compares the rows of a group gets all of them again"],
+)
+def test_a_resumed_run_asks_for_no_score_that_it_has(
+    settings: dict[str, Any], expected: list[float], tmp_path: Path
+) -> None:
+    log = tmp_path / "stages.jsonl"
+    run([stage()], [group("g")], tmp_path)
+    with log.open("a") as file:
+        file.write('{"stage":"mine","episode_id":"g-0","score":NaN}\n{"stage":"mine","rows":1,"error":"x"}\n{"st')
+    known = recorded_scores(log, {"g-0", "g-1"})
+    assert known == {("mine", "g-0"): 0.5, ("mine", "g-1"): 0.5}
+    now = stage(kwargs={"letter": "c"}, **settings)  # finds none: only what was recorded has scores
+    rewards, *_ = asyncio.run(trained([now], [group("g")], log, known))
+    assert rewards == {"g": expected}
 
 
 def test_without_stages_rewards_are_those_of_the_environment(tmp_path: Path) -> None:

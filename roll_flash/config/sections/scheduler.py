@@ -48,8 +48,8 @@ class SchedulerConfig(Section):
     on_failure: Literal["smaller", "refill"] = "smaller"
     """Action when an episode failed after all retries: train the smaller group, or play another replica."""
     max_failures_in_a_row: PositiveInt = 64
-    """Maximum consecutive failed episodes, and maximum consecutive groups that lost too many replicas; then the run
-    stops and reports why."""
+    """Maximum consecutive failed episodes (those that were running when the first one failed count as one), and maximum
+    consecutive groups that lost too many replicas; then the run stops and reports why."""
 
     @property
     def highest_async_ratio(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -39,7 +38,7 @@ def finished_episode(
         end=_end(session),
         prompt_length=own.prompt_length,
         started_s=session.started_s,
-        finished_s=time.time(),
+        finished_s=session.history.clock.now_s(),
         info={**info, "gateway": session_figures(session)},
         branches=tuple(branches),
         routed_experts=own.routed_experts,

@@ -8,7 +8,6 @@ policy token in exactly one sample, also if samples share it.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 
 from roll_flash.engines.inference import Generation, count_experts, join_experts, policy_arrays
 from roll_flash.gateway.model_call import Answer, Key, ModelCall, next_key
+from roll_flash.processes.deadlines import SteadyClock
 from roll_flash.types import Branch, Message, Turn
 
 
@@ -85,6 +85,8 @@ class History:
     """Records of one session, in the order of their answers."""
 
     def __init__(self) -> None:
+        self.clock = SteadyClock()
+        """Times of the session."""
         self.records: list[CallRecord] = []
         self._by_key: dict[Key, list[CallRecord]] = {}
         self._begun: Counter[Key] = Counter()
@@ -129,7 +131,7 @@ class History:
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             started_s=started_s,
-            finished_s=time.time(),
+            finished_s=self.clock.now_s(),
         )
         self.add(record)
         return record

@@ -68,7 +68,7 @@ class Session:
         self.history = History()
         self.responses: dict[str, CallRecord] = {}
         """Answers by the response id that the agent was given, for `previous_response_id`."""
-        self.started_s = time.time()
+        self.started_s = self.history.clock.now_s()
         self.last_activity_s = time.monotonic()
         """Monotonic time in seconds when the last call started or ended."""
         self.calls = 0

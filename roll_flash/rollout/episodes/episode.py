@@ -19,6 +19,7 @@ from roll_flash.envs.hosting.environments import AsyncEnvironment, BadRewardErro
 from roll_flash.envs.tools.tool_chat import declared_tools
 from roll_flash.errors import InferenceError, ModelError
 from roll_flash.processes.background import ends_this_task
+from roll_flash.processes.deadlines import SteadyClock
 from roll_flash.rollout.episodes.conversation import Action, ContextFullError, Policy
 from roll_flash.rollout.episodes.prefix import Prefix, PrefixError
 from roll_flash.rollout.turns import DivergedError, EpisodeTurns
@@ -111,7 +112,7 @@ async def run_episode(
         prompt_tokens=progress.prompt_tokens,
         completion_tokens=progress.completion_tokens,
         started_s=episode.started_s,
-        finished_s=time.time(),
+        finished_s=episode.clock.now_s(),
     )
 
 
@@ -128,7 +129,8 @@ class _Episode:
         self._recorded = turns
         self._prefix = Prefix()
         self._turns: list[Turn] = []
-        self.started_s = time.time()
+        self.clock = SteadyClock()
+        self.started_s = self.clock.now_s()
 
     async def play(
         self, open_env: Callable[[], Awaitable[AsyncEnvironment]], play_agent: PlayAgent | None
@@ -196,7 +198,7 @@ class _Episode:
             end=end,
             prompt_length=own.prompt_length,
             started_s=self.started_s,
-            finished_s=time.time(),
+            finished_s=self.clock.now_s(),
             info=info,
             branches=tuple(branches),
             routed_experts=own.routed_experts,
@@ -211,7 +213,7 @@ class _Episode:
             progress.turn = len(turns)
             in_prefix = len(turns) < len(self._prefix.turns)
             progress.now("the model")
-            started_s = time.time()
+            started_s = self.clock.now_s()
             action = await self._next_action(in_prefix=in_prefix)
             if action is None:
                 return "context_limit", info

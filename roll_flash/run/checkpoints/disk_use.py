@@ -42,7 +42,7 @@ def check_disk(config: Config, model_folder: Path, *, existing: int = 0) -> str:
     episodes = "without a limit (monitor.episodes_gib)" if limit is None else f"up to {limit:g} GiB"
     return (
         f"checkpoints take about {_gib(each)} each; up to {kept} kept, and {when}: "
-        f"{_gib((kept + more) * each)}; episodes {episodes}; {_gib(free)} are free on this disk"
+        f"{_gib((kept + more) * each)}; episodes and journal {episodes}; {_gib(free)} are free on this disk"
     )
 
 
