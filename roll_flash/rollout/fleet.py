@@ -296,8 +296,17 @@ class WorkerFleet:
         return members
 
     async def _start_worker(self, index: int) -> None:
-        """Start a worker that is new. Raises RunError if it cannot reach all servers."""
-        member = _WorkerHandle(index, await self._start_actor(index))
+        """Start a worker that is new. Raises RunError if it cannot reach all servers, or dies again and again."""
+        while True:
+            try:
+                member = _WorkerHandle(index, await self._start_actor(index))
+                return await self._admit(member)
+            except WORKER_DIED as error:
+                self._count_death_at_start(index, error)
+
+    async def _admit(self, member: _WorkerHandle) -> None:
+        """Let a new worker take episodes if it reaches all servers."""
+        index = member.index
         try:
             lost = await _within(member.actor.unreachable_servers.remote(), CALL_TIMEOUT_S, "unreachable_servers")
             if lost:
@@ -342,9 +351,7 @@ class WorkerFleet:
                 if not await turns_out_lost(self._places, part_name("worker", index)):
                     if isinstance(error, PlacementError):
                         raise
-                    what = f"died while it started: {first_line(error)}"
-                    self._count_death(what)
-                    logger.warning("rollout worker %d %s; it is started again", index, what)
+                    self._count_death_at_start(index, error)
                     continue
                 if not is_away:
                     logger.warning("rollout worker %d is away, its node is lost: %s", index, first_line(error))
@@ -410,6 +417,11 @@ class WorkerFleet:
             logger.warning("rollout worker %d is back", member.index)
         finally:
             member.ready.set()  # its waiters must see the error too
+
+    def _count_death_at_start(self, index: int, error: Exception) -> None:
+        what = f"died while it started: {first_line(error)}"
+        self._count_death(what)
+        logger.warning("rollout worker %d %s; it is started again", index, what)
 
     def _count_death(self, what: str) -> None:
         """Raise RunError if too many workers died lately."""

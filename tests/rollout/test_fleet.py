@@ -359,6 +359,29 @@ def test_a_worker_that_dies_while_it_starts_again_is_counted_and_started_once_mo
     asyncio.run(run())
 
 
+def test_a_new_worker_that_dies_while_it_starts_is_counted_and_started_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a stand-in for Ray's actors. The second one dies when it is asked for the servers that it cannot reach."""
+    monkeypatch.setattr(fleet_module, "MAX_WORKER_DEATHS", 3)
+    monkeypatch.setattr(fleet_module, "ray", Mock())
+
+    def actor(*answers: Any) -> Any:
+        return Mock(unreachable_servers=Mock(remote=AsyncMock(side_effect=answers)), close=Mock(remote=AsyncMock()))
+
+    async def run() -> None:
+        fleet = WorkerFleet(make_settings("http://127.0.0.1:9/v1"), workers=1)
+        whole = actor([])
+        starts = AsyncMock(side_effect=[ActorDiedError(), actor(ActorDiedError()), whole, *[ActorDiedError()] * 9])
+        monkeypatch.setattr(fleet, "_start_actor", starts)
+        await fleet._start_worker(0)
+        assert [member.actor for member in fleet._members] == [whole]
+        with pytest.raises(RunError, match="4 rollout workers died within"):
+            await fleet._start_worker(1)
+
+    asyncio.run(run())
+
+
 def test_an_evaluation_stands_still_only_after_far_longer_than_its_episodes_take() -> None:
     """Episodes that begin together end together: the wait for the first one is as long as an episode."""
 
