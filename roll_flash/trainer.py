@@ -38,7 +38,7 @@ from roll_flash.start_checks import check_parts, check_sandboxes
 from roll_flash.stream import LearnerLoader
 from roll_flash.summary import summarize
 from roll_flash.system import Start, System, open_system
-from roll_flash.types import FinishedEpisode, FinishedGroup
+from roll_flash.types import MIN_GROUP_SIZE, FinishedEpisode, FinishedGroup
 from roll_flash.watchdog.activity import doing
 from roll_flash.watchdog.watchdog import CLOSES_WITHIN_S, open_watchdog
 from roll_flash.weight_sync.publication import Publication
@@ -122,6 +122,7 @@ class Trainer:
             micro_batch_tokens=learner.micro_batch_tokens * learner.ranks,  # one packed row for each rank
             in_order=system.config.scheduler.in_order,
             timeout_s=system.config.stall_timeout_s,
+            least_group_size=min(MIN_GROUP_SIZE, system.config.scheduler.group_size),
         )
         self._record: StepRecord | None = None
         self._restart = LearnerRestart(system, progress.note)
@@ -201,7 +202,7 @@ class Trainer:
         async with aclosing(source) as micro_batches:
             async for micro_batch in micro_batches:
                 has_groups, groups = True, micro_batch.groups
-                self._last_tokens = _computed_tokens(groups)
+                self._last_tokens = self._computed_tokens(groups)
                 await self._learner_does(
                     "micro-batch",
                     partial(learner.accumulate, groups),
@@ -216,7 +217,7 @@ class Trainer:
             "step",
             learner.finish_step,
             self._update_s,
-            _computed_tokens(record.groups),
+            self._computed_tokens(record.groups),
             during=partial(record.learner_works, "update"),
         )
         record.learner_metrics = result.metrics
@@ -265,6 +266,13 @@ class Trainer:
         """Tokens of the groups that the learner computes, the prompt of a group once."""
         computes_all = self._config.learner.computes_silent_groups
         return sum(group.packed_tokens for group in groups if computes_all or group.has_signal)
+
+    def _computed_tokens(self, groups: Iterable[FinishedGroup]) -> int:
+        """Tokens of groups with a signal, by which times are compared: most others are not computed. With a critic, of
+        all groups."""
+        counts_all = self._config.learner.has_critic
+        chosen = (group for group in groups if counts_all or group.has_signal)
+        return sum(trajectory.tokens for group in chosen for trajectory in group.trajectories)
 
     async def _call_on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         if (on_step := self._on_step) is None:
@@ -370,8 +378,3 @@ class Trainer:
             if decision.changed:
                 self._progress.note(f"async_ratio is {decision.async_ratio} from now on: {decision.reason}")
         return metrics
-
-
-def _computed_tokens(groups: Iterable[FinishedGroup]) -> int:
-    """Tokens of groups with a signal: most other groups are not computed, so they say nothing about time."""
-    return sum(trajectory.tokens for group in groups if group.has_signal for trajectory in group.trajectories)

@@ -318,7 +318,7 @@ class FinishedGroup:
 
 
 MIN_GROUP_SIZE = 2
-"""Minimum number of trajectories in a group: an advantage compares replicas."""
+"""Minimum number of trajectories in a group whose advantages compare replicas; with a critic, a group may have one."""
 MAX_REWARD = 1e6
 """Maximum absolute reward. Advantages need squares of rewards, whose sums must stay exact enough in float32."""
 

@@ -150,6 +150,13 @@ def test_resume_with_another_model_environment_or_algorithm_is_refused(
         RunDir.create(config(tmp_path, **changes), resume=True)
 
 
+def test_resume_with_another_kind_of_critic_is_refused(tmp_path: Path) -> None:
+    RunDir.create(config(tmp_path, learner={"advantage": "gae"}), resume=False).close()
+    changed = config(tmp_path, learner={"advantage": "gae", "critic": {"kind": "model"}})
+    with pytest.raises(ConfigError, match=r"^learner\.critic\.kind: the run in .* was started with 'head'"):
+        RunDir.create(changed, resume=True)
+
+
 def test_resume_may_change_the_number_of_steps_and_keeps_the_old_config(tmp_path: Path) -> None:
     RunDir.create(config(tmp_path, steps=5), resume=False).close()
     with RunDir.create(config(tmp_path, steps=9), resume=True) as run:

@@ -469,6 +469,21 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _groups_suit_the_advantage(self) -> Config:
+        advantage, scheduler = self.learner.advantage, self.scheduler
+        if scheduler.group_size == 1 and not self.learner.has_critic:
+            raise ValueError(
+                f"scheduler.group_size=1: learner.advantage={advantage} compares the replicas of a task; raise it, or "
+                "use learner.advantage=gae"
+            )
+        if scheduler.drop_groups_without_signal and self.learner.has_critic:
+            raise ValueError(
+                "scheduler.drop_groups_without_signal drops groups of equal rewards, from which learner.advantage=gae "
+                "learns too; set it to false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rewards_before_stages(self) -> Config:
         if self.stages and self.scheduler.drop_groups_without_signal:
             raise ValueError(

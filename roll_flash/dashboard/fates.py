@@ -123,7 +123,7 @@ def _rules(config: Any) -> AdvantageConfig | None:
         learner = LearnerConfig.model_validate(given)
     except ValidationError:  # of another version
         return None
-    if learner.advantage == "gigpo" or is_own(learner.advantage) or learner.shapes_rewards:
+    if learner.advantage in ("gigpo", "gae") or is_own(learner.advantage) or learner.shapes_rewards:
         return None  # no code of a run is executed
     return AdvantageConfig.of(learner)
 

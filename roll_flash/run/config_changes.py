@@ -45,6 +45,7 @@ def _fixed(config: Config) -> list[tuple[str, Any, str]]:
         ("envs after the first", config.envs[1:], _TASKS),
         ("learner.engine", learner.engine, "each engine has checkpoints of its own"),
         ("learner.advantage", learner.advantage, _METHOD),
+        ("learner.critic.kind", learner.critic.kind, _WEIGHTS),
         ("learner.loss.name", learner.loss.name, _METHOD),
         ("learner.lora.rank", learner.lora.rank, _WEIGHTS),
         ("learner.lora.targets", learner.lora.targets if learner.lora.rank else (), _WEIGHTS),

@@ -444,7 +444,7 @@ class Scheduler:
         """Complete a group that waits for no further replica: drop it, or make it ready for the learner."""
         group.is_complete = True
         self._cancel_surplus(group)
-        if len(group.trajectories) < MIN_GROUP_SIZE:
+        if len(group.trajectories) < min(MIN_GROUP_SIZE, self._config.group_size):
             self._progress.group_lost([failure.cause for failure in group.failures])
             return self._drop(group, "too_few_trajectories")
         self._begun.remove(group)

@@ -41,7 +41,8 @@ class LearnerLoader:
     """Waits for the rewards of the groups of a step and cuts micro-batches of `micro_batch_tokens`.
 
     `in_order` trains groups in the order in which they were handed out. `timeout_s` is the longest wait for a
-    micro-batch when all groups of the step are there.
+    micro-batch when all groups of the step are there. A group that has lost trajectories is dropped if fewer than
+    `least_group_size` are left.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class LearnerLoader:
         micro_batch_tokens: int,
         in_order: bool = False,
         timeout_s: float = 600.0,
+        least_group_size: int = MIN_GROUP_SIZE,
     ) -> None:
         self._stream = stream
         self._max_tokens = micro_batch_tokens
         self._in_order = in_order
         self._timeout_s = timeout_s
+        self._least_group_size = least_group_size
 
     async def stream_step(self, groups: AsyncIterator[list[FinishedGroup]]) -> AsyncGenerator[MicroBatch, None]:
         """Yield the groups of one step, in micro-batches, as their rewards come.
@@ -67,7 +70,7 @@ class LearnerLoader:
         An error of `groups` is raised as it is. Raises StreamStarvedError if stages write no reward in time, and
         StreamError when stages dropped all trajectories of the step: there is nothing to step on.
         """
-        step = _Step(self._stream, groups)
+        step = _Step(self._stream, groups, self._least_group_size)
         was_given = False
         try:
             while taken := await self._next(step):
@@ -132,8 +135,11 @@ class LearnerLoader:
 class _Step:
     """The groups of one step, from the scheduler to the learner."""
 
-    def __init__(self, stream: TrajectoryStream, groups: AsyncIterator[list[FinishedGroup]]) -> None:
+    def __init__(
+        self, stream: TrajectoryStream, groups: AsyncIterator[list[FinishedGroup]], least_group_size: int
+    ) -> None:
         self._stream = stream
+        self._least_group_size = least_group_size
         self._tasks: list[asyncio.Task[None]] = []
         self.pending: list[_Pending] = []
         self.taken: list[_Pending] = []
@@ -203,7 +209,7 @@ class _Step:
             for trajectory in group.trajectories
             if trajectory.episode_id in rows
         )
-        if len(trajectories) >= MIN_GROUP_SIZE:
+        if len(trajectories) >= self._least_group_size:
             each.group = FinishedGroup(group.group_id, group.task, trajectories, group.failures)
             each.tokens = each.group.packed_tokens
         else:

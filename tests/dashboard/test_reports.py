@@ -130,6 +130,14 @@ def test_advantages_are_those_of_the_learners_own_function(
     assert shown == pytest.approx([-expected, expected, -expected, expected], abs=1e-3)
 
 
+def test_advantages_from_values_are_not_shown_because_only_ranks_know_them(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "runs", learner={"advantage": "gae"})
+    run.step()
+    run.close()
+    with serving(run.folder) as dashboard:
+        assert dashboard.get("episode", run="recorded", id="g00000000-r0")["advantage"] is None
+
+
 def test_an_episode_without_a_tokenizer_shows_numbers_and_a_dropped_group_its_reason(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "runs")
     run.episodes.write(0, trajectory("lost", "g00000009", ["hm"]))

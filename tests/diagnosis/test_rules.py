@@ -138,6 +138,10 @@ def test_where_a_whole_step_is_compared_tasks_that_differ_are_a_signal() -> None
     view = run(reward_std_in_group=(0.0, 0.0))
     assert names(view) == ["no-reward-variance"]
     settings = Settings(steps=1000, compares_replicas=False)
+    assert [Settings.of({"learner": {"advantage": each}}).compares_replicas for each in ("gae", "grpo")] == [
+        False,
+        True,
+    ]
     assert names(RunView(settings, view.start, view.recent)) == []
     equal = run(reward_min=(1.0, 1.0))
     assert names(RunView(settings, equal.start, equal.recent)) == ["no-reward-variance"]

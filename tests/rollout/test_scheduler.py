@@ -336,11 +336,19 @@ def test_lowering_alpha_throws_nothing_away() -> None:
     assert len(scheduler.take_ready()) == 1
 
 
+def test_a_group_may_have_one_replica() -> None:
+    scheduler = make_scheduler(group_size=1, groups_per_step=2, async_ratio=0.0)
+    admit_all(scheduler)
+    for episode in scheduler.next_episodes(10):
+        scheduler.finished(trajectory(episode, [0]))
+    assert [len(group.trajectories) for group in scheduler.take_ready()] == [1, 1]
+    assert not scheduler.dropped_groups
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"group_size": 0}, "group_size"),
-        ({"group_size": 1}, "group_size"),
         ({"async_ratio": -1.0}, "async_ratio"),
         ({"async_ratio": float("nan")}, "async_ratio"),
         ({"groups_per_step": 0}, "groups_per_step"),

@@ -12,7 +12,7 @@ settings_strategy = {
     "seed": st.integers(0, 10**6),
     "async_ratio": st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 4.0]),
     "groups_per_step": st.integers(1, 4),
-    "group_size": st.integers(2, 4),
+    "group_size": st.integers(1, 4),
     "extra_groups": st.integers(0, 3),
     "retries": st.integers(0, 2),
     "on_stale": st.sampled_from(["evict", "requeue", "wait"]),

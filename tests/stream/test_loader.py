@@ -255,6 +255,15 @@ def test_a_group_of_which_too_few_are_left_is_not_trained_and_counted() -> None:
     asyncio.run(main())
 
 
+def test_a_group_may_have_one_trajectory_where_none_are_compared() -> None:
+    async def main() -> None:
+        stream = TrajectoryStream()
+        loader = LearnerLoader(stream, micro_batch_tokens=99, least_group_size=1)
+        assert names(await collect(loader, hand_out(stream, [group(1, replicas=1)]))) == ["group-1"]
+
+    asyncio.run(main())
+
+
 def test_a_step_of_which_stages_dropped_all_before_it_began_is_an_error_and_no_end_of_the_run() -> None:
     async def main() -> None:
         stream, each = TrajectoryStream([JUDGE]), group(1)

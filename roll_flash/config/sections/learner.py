@@ -46,7 +46,7 @@ LOSS_PARAMETERS: dict[str, frozenset[str]] = {
     "sapo": frozenset({"positive_temperature", "negative_temperature"}),
 }
 """Options that each loss reads; setting any other one is an error, so that no option is ignored."""
-ADVANTAGE_NAMES = ("grpo", "rloo", "reinforce++", "gigpo")
+ADVANTAGE_NAMES = ("grpo", "rloo", "reinforce++", "gigpo", "gae")
 
 
 def is_own(name: str) -> bool:
@@ -274,6 +274,40 @@ class LoraConfig(Section):
     with; or all weights, merged by the learner, for an inference engine that cannot merge."""
 
 
+class CriticConfig(Section):
+    kind: Literal["head", "model"] = "head"
+    """`head`: a linear function of the policy's last hidden state; `model`: a second model with all weights of its own,
+    which starts as the model of the run (with `lora`, frozen with adapters of its own). No server gets either."""
+    level: Literal["token", "turn"] = "token"
+    """`token`: a value and an advantage for each sampled token; `turn`: one for each turn, whose tokens share it."""
+    discount: Probability = 1.0
+    """Discount (gamma) of what comes after a sampled token, or after a turn with `level: turn`. Tokens of the
+    environment do not count."""
+    gae_lambda: Probability = 1.0
+    """Weight of longer estimates (lambda): 1 compares the whole return with the value, 0 looks one token or turn
+    ahead."""
+    learning_rate: PositiveFloat | None = None
+    """Learning rate of the critic, the same in all steps. None: 1e-4 for a head, `learner.learning_rate` for a
+    model."""
+    clip: PositiveFloat | None = 0.5
+    """A value that is further than this from that at the start of the step gets no gradient that moves it on. It acts
+    only with several `minibatches`. None: no limit."""
+    detach: bool = True
+    """The loss of the values does not reach the weights of the policy (head)."""
+    coefficient: PositiveFloat | None = None
+    """Weight of the loss of the values in the gradient of the policy's weights, with `detach: false`. None: 0.1."""
+    warmup_steps: NonNegativeInt = 0
+    """First steps of the run that train the critic only."""
+
+    @model_validator(mode="after")
+    def _only_what_is_read(self) -> CriticConfig:
+        if self.kind == "model" and not self.detach:
+            raise ValueError("detach is not read with kind=model: such a critic shares no weights; remove it")
+        if self.coefficient is not None and self.detach:
+            raise ValueError("coefficient is not read with detach=true; set detach to false or remove it")
+        return self
+
+
 OFFLOAD_ON_CPU = (
     "activation_offload is of no use on a CPU, whose activations are in host memory already; set it to false"
 )
@@ -313,15 +347,19 @@ class LearnerConfig(Section):
     """Maximum norm of the gradient of a step; a larger one is scaled down to it."""
     advantage: Annotated[str, _known_or_own(ADVANTAGE_NAMES)] = "grpo"
     """Estimator of the advantages within a group: `grpo`, `rloo`, `reinforce++`, `gigpo` (docs/algorithms.md has the
-    formulas), or a function of yours, `file.py:NAME` or `module:NAME`."""
+    formulas), or a function of yours, `file.py:NAME` or `module:NAME`; or `gae`, from the values of a `critic`, without
+    a comparison in the group."""
     normalize_advantage: Literal["group", "batch", "none"] | None = None
     """Divisor of advantages: `group` the standard deviation of the group's rewards; `batch` that of all advantages of
-    the step (computed when its last group arrives); `none` 1. None: group for grpo and gigpo, batch for reinforce++,
-    none for rloo and a function of yours. `none` with grpo is Dr. GRPO."""
+    the step (computed when its last group arrives); `none` 1. None: group for grpo and gigpo, batch for reinforce++ and
+    gae, none for rloo and a function of yours. `none` with grpo is Dr. GRPO; `batch` with gae also subtracts the mean
+    over the tokens of the step."""
     turn_weight: NonNegativeFloat = 1.0
     """Weight of the turn advantage relative to the episode advantage (gigpo)."""
     turn_discount: Probability = 0.95
     """Discount of a reward per turn before it (gigpo)."""
+    critic: CriticConfig = CriticConfig()
+    """Values for `advantage: gae`."""
     loss: LossConfig = LossConfig()
     """The policy loss and its options."""
     loss_normalization: Literal["tokens", "sequences", "constant"] = "tokens"
@@ -400,7 +438,11 @@ class LearnerConfig(Section):
     def _fits_together(self) -> LearnerConfig:
         if is_own(self.advantage) and self.normalize_advantage == "group":
             raise ValueError(f"normalize_advantage: {self.advantage} divides by what it wants to; use none or batch")
-        if (self.advantage, self.normalize_advantage) in (("reinforce++", "group"), ("gigpo", "batch")):
+        if (self.advantage, self.normalize_advantage) in (
+            ("reinforce++", "group"),
+            ("gigpo", "batch"),
+            ("gae", "group"),
+        ):
             raise ValueError(f"normalize_advantage: {self.advantage} has no {self.normalize_advantage} normalisation")
         if self.final_learning_rate and self.decay == "none":
             raise ValueError("final_learning_rate is not read with decay=none; choose linear, cosine or wsd")
@@ -420,13 +462,22 @@ class LearnerConfig(Section):
             raise ValueError(f"proximal_decay is not read by {self.loss.name}; use decoupled_ppo or reinforce")
         if self.proximal_decay is not None and self.loss.second_moment_limit is not None:
             raise ValueError("proximal_decay and loss.second_moment: a moment is that of the start of the step")
+        if self.proximal_decay is not None and self.has_critic:
+            raise ValueError("proximal_decay and advantage=gae: values are those of the start of the step")
+        if not self.has_critic and self.critic != CriticConfig():
+            raise ValueError(f"critic is not read by advantage={self.advantage}, only by gae")
         return self
 
     @property
+    def has_critic(self) -> bool:
+        return self.advantage == "gae"
+
+    @property
     def keeps_groups(self) -> bool:
-        """True if groups wait, with their log-probabilities at the start of the step, until its last one arrives."""
+        """True if groups wait, with their log-probabilities (and values) at the start of the step, until its last one
+        arrives."""
         needs_proximal = self.loss.second_moment_limit is not None or self.proximal_decay is not None
-        return self.minibatches > 1 or needs_proximal
+        return self.minibatches > 1 or needs_proximal or self.has_critic
 
     @property
     def shapes_rewards(self) -> bool:
@@ -441,4 +492,4 @@ class LearnerConfig(Section):
     @property
     def computes_silent_groups(self) -> bool:
         """True if groups in which all episodes earned the same may have a gradient too."""
-        return self.regularises or self.shapes_rewards
+        return self.regularises or self.shapes_rewards or self.has_critic

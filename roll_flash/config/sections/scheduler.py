@@ -5,9 +5,9 @@ docs/scheduling.md explains the settings; `roll_flash.scheduling` implements the
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from roll_flash.config.fields import NonNegativeInt, NumberOrAuto, PositiveInt, Section
 
@@ -25,8 +25,8 @@ class SchedulerConfig(Section):
     """Maximum replays of one task by `on_stale: requeue`; after that it is dropped and counted."""
     groups_per_step: PositiveInt = 8
     """Groups (tasks) per training step."""
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """Replicas of one task, each a separate episode."""
+    group_size: PositiveInt = 8
+    """Replicas of one task, each a separate episode. 1 needs `learner.advantage: gae`: others compare replicas."""
     extra_groups: NonNegativeInt = 0
     """Groups in flight beyond the number that the async ratio needs: redundancy against stragglers."""
     extra_replicas: NonNegativeInt = 0

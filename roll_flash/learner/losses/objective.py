@@ -21,13 +21,16 @@ from roll_flash.config.sections.learner import LearnerConfig, is_own
 from roll_flash.config.user_code import load_function
 from roll_flash.engines.learner import SampleName
 from roll_flash.learner.losses.correction import MAX_ABS_LOG_RATIO
+from roll_flash.learner.losses.critic import value_loss
 from roll_flash.learner.losses.load_balancing import load_balancing_loss
 from roll_flash.learner.losses.policy import LossFunction, policy_loss, weighted_sum
 from roll_flash.learner.model import lora
-from roll_flash.learner.model.policy_model import PolicyModel
+from roll_flash.learner.model.policy_model import CriticModel, PolicyModel
 from roll_flash.learner.packing.rows import PackedRow
 
 Floats = NDArray[np.float32]
+SHARED_VALUE_COEFFICIENT = 0.1
+"""Default weight of the loss of values in the gradient of the policy's weights, as in TRL."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,12 +55,22 @@ class RowRecord:
     """1 for each token that a clip or a correction changed, else 0."""
     by_sample: Mapping[SampleName, Floats] = field(default_factory=dict)
     """`logprobs` by sample, with `learner.log_logprobs`."""
+    values: Floats | None = None
+    returns: Floats | None = None
+    """Values at the step's start, and what they should have been; None without a critic."""
 
 
 class Objective:
-    """The configured loss of a (sharded) policy, with a frozen reference if `kl.coefficient` is not 0."""
+    """The configured loss of a (sharded) policy, with a frozen reference if `kl.coefficient` is not 0, and the loss of
+    the values of a critic, which is a value head of the policy or a (sharded) model."""
 
-    def __init__(self, config: LearnerConfig, policy: PolicyModel, reference: PolicyModel | None) -> None:
+    def __init__(
+        self,
+        config: LearnerConfig,
+        policy: PolicyModel,
+        reference: PolicyModel | None,
+        critic: CriticModel | None = None,
+    ) -> None:
         """If `reference` is None and the KL coefficient is not 0, the policy without adapters is the reference."""
         self._loss = config.loss
         self._loss_function: str | LossFunction = (
@@ -68,6 +81,10 @@ class Objective:
         self._averages = config.proximal_decay is not None
         self._policy = policy
         self._reference = reference
+        self._critic = critic
+        self._value_clip = config.critic.clip
+        detached = critic is not None or config.critic.detach
+        self._value_coefficient = 1.0 if detached else config.critic.coefficient or SHARED_VALUE_COEFFICIENT
         self._router_aux_loss = config.router_aux_loss
         if self._router_aux_loss:
             policy.keep_router_logits()
@@ -103,7 +120,13 @@ class Objective:
             balance = load_balancing_loss(self._policy.router_logits, row, self._policy.experts_per_token)
             loss = loss + self._router_aux_loss * balance
             means["router_aux_loss"] = float(balance.detach()) / float(row.token_weights.sum())
-        loss.backward()
+        total = loss
+        if self._policy.values is not None:
+            total = loss + self._value_coefficient * self._value_loss(self._policy.values, row, means)
+        total.backward()
+        if self._critic is not None and not supervised:
+            # Only now, so that the activations of two models are never in memory together.
+            self._value_loss(self._critic(_without_experts(row))[0], row, means).backward()
         return RowRecord(
             loss=loss.item(),
             means=means,
@@ -117,7 +140,19 @@ class Objective:
             indicators={
                 name: value.float().cpu().numpy() for name, value in output.indicators.items() if "fraction" in name
             },
+            values=row.values,
+            returns=row.returns,
         )
+
+    def _value_loss(self, values: Tensor, row: PackedRow, means: dict[str, float]) -> Tensor:
+        """Return the weighted sum of the loss of `values`, with its metrics in `means`; 0 for rows without returns."""
+        if row.returns is None or row.values is None:
+            return values.sum() * 0.0
+        returns, old_values = self._tensor(row.returns), self._tensor(row.values)
+        losses, clipped = value_loss(values, old_values=old_values, returns=returns, clip=self._value_clip)
+        means["value_loss"] = float(losses.detach().mean())
+        means["value_clip_fraction"] = float(clipped.float().mean())
+        return (losses * self._tensor(row.token_weights)).sum()
 
     def idle_pass(self, *, supervised: bool = False) -> None:
         """Take part in the collectives of `add_gradient` on a rank that has no row."""
@@ -125,15 +160,26 @@ class Objective:
             self.reference_logprobs(SINGLE_TOKEN)
         logprobs, _ = self._policy(SINGLE_TOKEN)
         (logprobs.sum() * 0.0).backward()
+        if self._critic is not None and not supervised:
+            (self._critic(SINGLE_TOKEN)[0].sum() * 0.0).backward()
 
     @torch.no_grad()
     def logprobs(self, row: PackedRow, temperature: float | None = None) -> Tensor:
         """Return the log-probabilities of the row's policy tokens under the current weights. A collective."""
         return _without_backward(self._policy, row, temperature)
 
+    @torch.no_grad()
+    def predict(self, row: PackedRow) -> dict[str, Tensor]:
+        """Return the `prox_logprobs` of the row's policy tokens, with a critic also their `values`. A collective."""
+        found = {"prox_logprobs": self.logprobs(row)}
+        values = self._policy.values
+        if self._critic is not None:
+            values = _without_backward(self._critic, _without_experts(row), None)
+        return found if values is None else found | {"values": values}
+
     def reference_logprobs(self, row: PackedRow) -> Tensor:
         """Return the log-probabilities of the row's policy tokens under the reference. A collective."""
-        row = replace(row, routed_experts=None)  # a reference is what it is: it chooses its experts itself
+        row = _without_experts(row)
         with torch.no_grad():
             if self._reference is not None:
                 return _without_backward(self._reference, row, None)
@@ -144,6 +190,11 @@ class Objective:
         return torch.tensor(
             array, device=self._policy.head.device
         )  # a copy, because arrays received through Ray are read-only
+
+
+def _without_experts(row: PackedRow) -> PackedRow:
+    """Return the row for another model than the policy, which chooses its experts itself."""
+    return replace(row, routed_experts=None)
 
 
 def _without_backward(model: PolicyModel, row: PackedRow, temperature: float | None) -> Tensor:

@@ -17,7 +17,7 @@ from roll_flash.types import FinishedEpisode
 
 Members = Sequence[FinishedEpisode]
 Scale = Literal["group", "batch", "none"]
-_OWN_SCALE: dict[str, Scale] = {"rloo": "none", "reinforce++": "batch"}
+_OWN_SCALE: dict[str, Scale] = {"rloo": "none", "reinforce++": "batch", "gae": "batch"}
 """Default scale per advantage; all others are divided by their group's standard deviation."""
 
 
@@ -37,7 +37,7 @@ class AdvantageConfig:
     loss_length: int | None = None
     filter_overlong: bool = False
     keep_without_signal: bool = False
-    """Also train on groups without a signal, because entropy and divergence from a reference need every token."""
+    """Also train on groups without a signal: entropy, divergence from a reference and a critic need every token."""
 
     @classmethod
     def of(cls, config: LearnerConfig) -> AdvantageConfig:
@@ -49,21 +49,28 @@ class AdvantageConfig:
             normalization=config.loss_normalization,
             loss_length=config.loss_length,
             filter_overlong=config.overlong.filter,
-            keep_without_signal=config.regularises,
+            keep_without_signal=config.regularises or config.has_critic,
         )
 
     @property
+    def has_critic(self) -> bool:
+        """True if the ranks compute advantages, from values; see `losses/critic.py`."""
+        return self.advantage == "gae"
+
+    @property
     def needs_whole_batch(self) -> bool:
-        """True if an advantage depends on all groups of the step."""
-        return self.advantage == "reinforce++" or self.scale == "batch"
+        """True if an advantage that the driver computes depends on all groups of the step."""
+        return not self.has_critic and (self.advantage == "reinforce++" or self.scale == "batch")
 
 
 def turn_advantages(groups: Sequence[Members], rules: AdvantageConfig) -> list[list[tuple[float, ...]]]:
-    """Return, per group and trajectory, one advantage for all tokens, or one for each turn.
+    """Return, per group and trajectory, one advantage for all tokens, or one for each turn; zeros with a critic.
 
     `groups` must be the whole step if `needs_whole_batch`; otherwise any number of groups.
     Raises ValueError for a reward that is not finite, LearnerError if a function of the user fails.
     """
+    if rules.has_critic:
+        return [[(0.0,)] * len(members) for members in groups]
     if rules.advantage == "gigpo":
         return [_by_turn(members, rules) for members in groups]
     normalize = rules.scale == "group"

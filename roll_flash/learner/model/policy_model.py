@@ -59,6 +59,12 @@ class PolicyModel(nn.Module):
         """Keep activations saved by checkpointing in host memory until the backward pass (GPU only)."""
         self.router_logits: tuple[Tensor, ...] | None = None
         """Of the last row, [N, experts] per layer with experts; None unless `keep_router_logits` was called."""
+        self.values: Tensor | None = None
+        """Of the last row, float32 [M]; None unless `add_value_head` was called."""
+        self.detaches_values = True
+        """Gradients of values do not reach the hidden states."""
+        self.register_parameter("value_weight", None)
+        self.value_weight: nn.Parameter | None
         self._keeps_router_logits = False
         self._routing: Routing | None = None
         """Set by the first row whose experts are given."""
@@ -89,6 +95,12 @@ class PolicyModel(nn.Module):
             )
         self._keeps_router_logits = True
 
+    def add_value_head(self, *, detach: bool) -> None:
+        """Add a linear function of the last hidden state, the value of the text so far; 0 at first. Call it before the
+        model is sharded."""
+        self.value_weight = nn.Parameter(torch.zeros(self.head.shape[1]))
+        self.detaches_values = detach
+
     @property
     def form(self) -> ExactSettings:
         return ExactSettings(self.shares_prefixes, self.logit_transform, self.head.shape[0])
@@ -97,7 +109,7 @@ class PolicyModel(nn.Module):
         self.share_prefixes(form.shares_prefixes)
         self.logit_transform = form.logit_transform
 
-    def forward(self, row: PackedRow, temperature: float | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, row: PackedRow, temperature: float | None = None) -> tuple[Tensor, ...]:
         """Return (logprobs, entropies) [M], float32, of the policy tokens. `temperature` None: the sampler's."""
         temperature = self.temperature if temperature is None else temperature
         device = self.head.device
@@ -111,7 +123,19 @@ class PolicyModel(nn.Module):
                 return _from_logits(output.logits[0, nodes].float() / temperature, source, target)
             hidden = output.last_hidden_state[0, nodes]
         head, bias, form = self.head, self.head_bias, self.logit_transform
-        return token_logprobs(hidden, head, source, target, bias=bias, form=form, temperature=temperature)
+        found = token_logprobs(hidden, head, source, target, bias=bias, form=form, temperature=temperature)
+        if self.value_weight is None:
+            return found
+        self.values = self._read_values(hidden, nodes, row)
+        # The sum gives the head a gradient in each pass: FSDP reduces only gradients that every rank has.
+        return found[0] + 0.0 * self.values.sum(), found[1]
+
+    def _read_values(self, hidden: Tensor, nodes: Tensor, row: PackedRow) -> Tensor:
+        """Return the values [M] from the hidden states [U, D] of `nodes` [U]."""
+        assert self.value_weight is not None
+        places = torch.tensor(row.source if row.value_source is None else row.value_source, device=nodes.device)
+        hidden = hidden.detach() if self.detaches_values else hidden
+        return (hidden.float() @ self.value_weight.float())[torch.searchsorted(nodes, places)]
 
     def _call(self, module: Any, row: PackedRow) -> Any:
         device = self.head.device
@@ -168,7 +192,23 @@ class PolicyModel(nn.Module):
         return decoder_layers(self.model)
 
 
-def load_policy_model(folder: Path, temperature: float = 1.0, form: ExactSettings | None = None) -> PolicyModel:
+class CriticModel(PolicyModel):
+    """A model with a value head that computes values only."""
+
+    def forward(self, row: PackedRow, temperature: float | None = None) -> tuple[Tensor, ...]:
+        """Return the values [M], float32, of the policy tokens."""
+        nodes = torch.unique(torch.tensor(row.source, device=self.head.device))
+        with offload_activations() if self.offload_activations else nullcontext():
+            hidden = self._call(self.model.base_model, row).last_hidden_state[0, nodes]
+        return (self._read_values(hidden, nodes, row),)
+
+
+def load_policy_model(
+    folder: Path,
+    temperature: float = 1.0,
+    form: ExactSettings | None = None,
+    kind: type[PolicyModel] = PolicyModel,
+) -> PolicyModel:
     """Load a whole model from a Hugging Face folder: float32, training mode, no dropout.
 
     Without `form`, `choose_exact_mode` tests the model on a few texts and disables prefix sharing if needed; a `form`
@@ -177,7 +217,7 @@ def load_policy_model(folder: Path, temperature: float = 1.0, form: ExactSetting
     """
     from roll_flash.learner.model.exactness import choose_exact_mode
 
-    policy = PolicyModel(_transformers_model(folder), temperature)
+    policy = kind(_transformers_model(folder), temperature)
     if form is None:
         choose_exact_mode(policy, folder)
     else:
@@ -187,7 +227,7 @@ def load_policy_model(folder: Path, temperature: float = 1.0, form: ExactSetting
 
 @contextmanager
 def open_policy_model(
-    folder: Path, form: ExactSettings, temperature: float = 1.0
+    folder: Path, form: ExactSettings, temperature: float = 1.0, kind: type[PolicyModel] = PolicyModel
 ) -> Iterator[tuple[PolicyModel, WeightFiles | None]]:
     """Yield a model on the meta device, with its buffers but without weights, and the files that hold these; None, and
     a whole model in host memory, if the files cannot be read tensor by tensor: a line in the log says why. Only one
@@ -201,14 +241,14 @@ def open_policy_model(
         if reason is None and (unknown := compute_buffers(model)):
             reason = f"transformers computes {unknown[0]} only when it loads the model"
         if reason is None:
-            policy = PolicyModel(model, temperature)
+            policy = kind(model, temperature)
             policy.apply_form(form)
             yield policy.train(), files
             return
     _LOG.warning("%s: every rank in turn loads the whole model before it keeps its shard: %s", folder, reason)
     del model
     with one_at_a_time():
-        yield load_policy_model(folder, temperature, form), None
+        yield load_policy_model(folder, temperature, form, kind), None
 
 
 def check_weight_files(folder: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,14 @@ class TrainSequence:
     routed_experts: NDArray[np.int16] | None = None
     """[T, layers, k] as in `Trajectory`."""
     name: SampleName | None = None
+    rewards: NDArray[np.float64] | None = None
+    """Reward after each policy token, as this and the following arrays only with a critic."""
+    value_places: NDArray[np.int64] | None = None
+    """For each policy token, the one before which its value is read: itself, or the first of its turn."""
+    values: NDArray[np.float32] | None = None
+    """Predicted at the step's start."""
+    returns: NDArray[np.float32] | None = None
+    """What the values should be."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +75,11 @@ class PackedRow:
     padded_tokens: int
     routed_experts: NDArray[np.int16] | None = None
     """[N, layers, k]: experts that the model must use; None: those that it chooses."""
+    value_source: NDArray[np.int64] | None = None
+    """[M]: the node whose hidden state gives the value; None: `source`."""
+    values: NDArray[np.float32] | None = None
+    returns: NDArray[np.float32] | None = None
+    """Both [M], as in `TrainSequence`."""
 
     @property
     def num_tokens(self) -> int:
@@ -117,18 +131,20 @@ def pack(sequences: Sequence[TrainSequence], max_tokens: int) -> list[PackedRow]
     return [row.finish() for row in rows]
 
 
-def with_prox_logprobs(
-    sequences: Sequence[TrainSequence], rows: Sequence[PackedRow], logprobs: Sequence[NDArray[np.float32]]
+def with_predictions(
+    sequences: Sequence[TrainSequence], rows: Sequence[PackedRow], **predictions: Sequence[NDArray[np.float32]]
 ) -> list[TrainSequence]:
-    """Return `sequences` with `prox_logprobs` taken from `logprobs`: one array [policy tokens] per row."""
+    """Return `sequences` with `prox_logprobs` or `values` taken from the rows: one array [policy tokens] per row."""
     found = list(sequences)
-    for row, values in zip(rows, logprobs, strict=True):
-        for number, member in enumerate(row.members):
-            sequence = sequences[member]
-            spread = np.zeros(len(sequence.token_ids), np.float32)
-            # A row keeps the token order of each sequence, because ancestors come first in a tree.
-            spread[sequence.policy_mask] = values[row.sequence_ids == number]
-            found[member] = replace(sequence, prox_logprobs=spread)
+    for name, of_rows in predictions.items():
+        for row, values in zip(rows, of_rows, strict=True):
+            for number, member in enumerate(row.members):
+                sequence = found[member]
+                spread = np.zeros(len(sequence.token_ids), np.float32)
+                # A row keeps the token order of each sequence, because ancestors come first in a tree.
+                spread[sequence.policy_mask] = values[row.sequence_ids == number]
+                changed: dict[str, Any] = {name: spread}
+                found[member] = replace(sequence, **changed)
     return found
 
 
@@ -154,6 +170,7 @@ class _Tree:
         self._members: list[int] = []
         self._experts: list[NDArray[np.int16] | None] = []
         self._sources: list[NDArray[np.int64]] = []
+        self._value_sources: list[NDArray[np.int64]] = []
 
     def has_room(self, sequence: TrainSequence, max_tokens: int) -> bool:
         new = len(sequence.token_ids) - common_prefix_length(self._last, sequence.token_ids)
@@ -172,6 +189,8 @@ class _Tree:
         self._members.append(index)
         self._experts.append(None if sequence.routed_experts is None else sequence.routed_experts[shared:])
         self._sources.append(self._path[np.flatnonzero(sequence.policy_mask) - 1])
+        if sequence.value_places is not None:
+            self._value_sources.append(self._path[sequence.value_places[sequence.policy_mask] - 1])
 
     def finish(self) -> PackedRow:
         subtree_end = np.full(self._size, self._size, np.int64)
@@ -182,7 +201,6 @@ class _Tree:
         # Ascending order gives the output head contiguous memory access.
         order = np.argsort(source, kind="stable")
         lengths = [len(part) for part in self._sources]
-        prox = [s.prox_logprobs[s.policy_mask] for s in sequences if s.prox_logprobs is not None]
         return PackedRow(
             token_ids=np.concatenate(self._token_ids).astype(np.int64),
             position_ids=np.concatenate(self._position_ids),
@@ -194,11 +212,22 @@ class _Tree:
             versions=np.concatenate([s.versions[s.policy_mask] for s in sequences])[order],
             advantages=np.concatenate([s.advantages[s.policy_mask] for s in sequences])[order],
             token_weights=np.repeat(np.array([s.token_weight for s in sequences], np.float32), lengths)[order],
-            prox_logprobs=np.concatenate(prox)[order] if len(prox) == len(sequences) else None,
+            prox_logprobs=self._joined("prox_logprobs", order),
             members=tuple(self._members),
             padded_tokens=sum(len(s.token_ids) for s in sequences),
             routed_experts=fill_experts([len(part) for part in self._token_ids], self._experts),
+            value_source=np.concatenate(self._value_sources)[order] if self._value_sources else None,
+            values=self._joined("values", order),
+            returns=self._joined("returns", order),
         )
+
+    def _joined(self, name: str, order: NDArray[np.int64]) -> NDArray[np.float32] | None:
+        """Return an array of the policy tokens of all sequences; None if one does not have it."""
+        parts = [(getattr(sequence, name), sequence.policy_mask) for sequence in self._sequences]
+        if any(values is None for values, _ in parts):
+            return None
+        joined: NDArray[np.float32] = np.concatenate([values[mask] for values, mask in parts])[order]
+        return joined
 
 
 def common_prefix_length(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:

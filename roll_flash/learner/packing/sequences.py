@@ -37,16 +37,31 @@ class PlannedTrajectory:
     packed_tokens: int
     prompt_length: int
     episode_id: str = ""
+    rewards: tuple[float, ...] = ()
+    """With a critic: reward of each turn of the first sample; the last one has what stages added to the episode's."""
 
-    def sequences(self, arrays: TokenArrays) -> list[TrainSequence]:
-        """Return one sequence per sample. Branches get the advantage of the first sample's last policy token."""
+    def sequences(self, arrays: TokenArrays, *, by_turn: bool = False) -> list[TrainSequence]:
+        """Return one sequence per sample. Branches get the advantage of the first sample's last policy token; with a
+        critic, the reward of the whole episode at their end. `by_turn`: see `value_places`."""
         first, *branches = arrays.samples()
         advantages = self._spread(len(first["token_ids"]), arrays.turn_spans)
         found = [self._sequence(first, advantages)]
         if branches:
             value = advantages[np.flatnonzero(first["policy_mask"])[-1]]
             found += [self._sequence(each, np.full(len(each["token_ids"]), value, np.float32)) for each in branches]
-        return [replace(each, name=(self.episode_id, sample)) for sample, each in enumerate(found)]
+        found = [replace(each, name=(self.episode_id, sample)) for sample, each in enumerate(found)]
+        if not self.rewards:
+            return found
+        ends = [[end for _, end in arrays.turn_spans], *([len(each["token_ids"])] for each in branches)]
+        rewards = [self.rewards, *[(sum(self.rewards),)] * len(branches)]
+        return [
+            replace(
+                each,
+                rewards=_placed(each.policy_mask, its_ends, its_rewards),
+                value_places=_value_places(each.policy_mask, sample["policy_mask"], by_turn=by_turn),
+            )
+            for each, sample, its_ends, its_rewards in zip(found, (first, *branches), ends, rewards, strict=True)
+        ]
 
     def _spread(self, length: int, turn_spans: Sequence[tuple[int, int]]) -> NDArray[np.float32]:
         if len(self.advantages) == 1:
@@ -142,7 +157,9 @@ def _prepare(
     for trajectory in valid:
         for sampled, tokens in trajectory.versions:
             staleness[version - sampled] += tokens
-    silent = not any(_has_advantage(one, values) for one, values in zip(valid, advantages, strict=True))
+    silent = not rules.has_critic and not any(
+        _has_advantage(one, values) for one, values in zip(valid, advantages, strict=True)
+    )
     if valid and silent:
         counts["groups_without_signal"] += 1
     computed = not silent or rules.keep_without_signal
@@ -156,6 +173,7 @@ def _prepare(
             packed_tokens=trajectory.packed_tokens,
             prompt_length=trajectory.prompt_length,
             episode_id=trajectory.episode_id,
+            rewards=_turn_rewards(trajectory) if rules.has_critic else (),
         )
         for trajectory, values in zip(valid, advantages, strict=True)
         if computed
@@ -176,6 +194,37 @@ def _token_weight(trajectory: FinishedEpisode, rules: AdvantageConfig) -> float:
         case "constant":
             assert rules.loss_length is not None, "the config checks it"
             return 1.0 / rules.loss_length
+
+
+def _turn_rewards(trajectory: FinishedEpisode) -> tuple[float, ...]:
+    """Return the reward of each turn of the first sample. They add up to the reward of the episode, which stages may
+    have changed: the last turn gets the difference."""
+    rewards = [reward for _, reward, _ in trajectory.own_turns[:-1]]
+    return (*rewards, trajectory.reward - sum(rewards))
+
+
+def _placed(mask: NDArray[np.bool_], ends: Sequence[int], rewards: Sequence[float]) -> NDArray[np.float64]:
+    """Return rewards [T], each at the last trained token up to the end of its turn. One that came before the first
+    trained token, in turns from a recording, is nothing that the policy earned: it is left out."""
+    placed, trained, reached = np.zeros(len(mask)), np.flatnonzero(mask), 0
+    for end, reward in zip(ends, rewards, strict=True):
+        reached = max(reached, end)  # a turn whose tokens are in another sample has the span 0:0
+        before = int(np.searchsorted(trained, reached))
+        if before:
+            placed[trained[before - 1]] += reward
+    return placed
+
+
+def _value_places(mask: NDArray[np.bool_], sampled: NDArray[np.bool_], *, by_turn: bool) -> NDArray[np.int64]:
+    """Return for each trained token (`mask`) the place of the one before which its value is read: its own place, or
+    `by_turn` that of the first trained token of its turn, which is a run of `sampled` tokens."""
+    places = np.arange(len(mask))
+    if by_turn:
+        trained = np.flatnonzero(mask)
+        turns = np.cumsum(np.diff(sampled.astype(np.int8), prepend=0) == 1)[trained]
+        _, first, which = np.unique(turns, return_index=True, return_inverse=True)
+        places[trained] = trained[first][which]
+    return places
 
 
 def _arrays_only(data: Trajectory | StoredTrajectory | None) -> Trajectory | StoredTrajectory | None:

@@ -477,22 +477,32 @@ class FsdpLearner:
         return [result for found in results for result in found or ()]
 
     async def _update_in_parts(self, normalizer: float, rate: float) -> list[UpdateRecord]:
+        if self._rules.has_critic:
+            started = time.monotonic()
+            await self._on_all("estimate_advantages", timeout_s=self._config.step_timeout_s)
+            self._totals.prox_s += time.monotonic() - started
         if (limit := self._config.loss.second_moment_limit) is not None:
             await self._limit_second_moment(limit)
+        critic_only = self._rules.has_critic and self._version < self._config.critic.warmup_steps
         count, updates = self._config.minibatches, []
         for part in split_minibatches(self._kept, count, (self._seed, self._version)):
             await self._train_on_kept(part)
-            updates.append(await self._update(normalizer / count, rate))
+            updates.append(await self._update(normalizer / count, rate, critic_only=critic_only))
         return updates
 
     async def _set_entropy(self, control: EntropyControl) -> None:
         self._entropy = control
         await self._on_all("set_entropy_bonus", control.bonus, timeout_s=self._config.step_timeout_s)
 
-    async def _update(self, normalizer: float, rate: float) -> UpdateRecord:
+    async def _update(self, normalizer: float, rate: float, *, critic_only: bool = False) -> UpdateRecord:
         self._has_stepped = True
         updates: list[UpdateRecord] = await self._on_all(
-            "update", normalizer, rate, skip=not self._totals.loss_is_finite(), timeout_s=self._config.step_timeout_s
+            "update",
+            normalizer,
+            rate,
+            skip=not self._totals.loss_is_finite(),
+            critic_only=critic_only,
+            timeout_s=self._config.step_timeout_s,
         )
         self._count_skipped(updates[0].skipped)
         return replace(updates[0], seconds=max(update.seconds for update in updates))
@@ -545,6 +555,9 @@ class FsdpLearner:
             "grad_norm": max(update.grad_norm for update in updates),
             "optimizer_s": sum(update.seconds for update in updates),
         }
+        value_norms = [update.value_grad_norm for update in updates if update.value_grad_norm is not None]
+        if value_norms:
+            metrics["value_grad_norm"] = max(value_norms)
         return StepResult(self._version, totals.policy_tokens, not applied, metrics, totals.logprobs())
 
     def _count_skipped(self, skipped: bool) -> None:

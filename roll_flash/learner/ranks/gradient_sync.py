@@ -6,6 +6,7 @@ communication): saves a reduce-scatter of the whole model per row, but every ran
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 from torch.distributed.fsdp import FSDPModule
@@ -20,21 +21,23 @@ class GradientSync:
     All ranks must call both in the same order; `finish` is a collective.
     """
 
-    def __init__(self, policy: PolicyModel, *, once_a_step: bool, ranks: int) -> None:
-        self._policy = policy
+    def __init__(self, models: Sequence[PolicyModel], *, once_a_step: bool, ranks: int) -> None:
+        """`models`: all that are trained."""
+        self._models = models
         self._waits = once_a_step and ranks > 1
         self._is_owed = False
 
     def begin_pass(self) -> None:
         if self._waits and not self._is_owed:
-            cast(FSDPModule, self._policy).set_requires_gradient_sync(False)
+            for model in self._models:
+                cast(FSDPModule, model).set_requires_gradient_sync(False)
             self._is_owed = True
 
     def finish(self) -> None:
         """Reduce deferred gradients with one extra pass over a single token, whose loss is multiplied by zero."""
         if not self._is_owed:
             return
-        cast(FSDPModule, self._policy).set_requires_gradient_sync(True)
-        logprobs, _ = self._policy(SINGLE_TOKEN)
-        (logprobs.sum() * 0.0).backward()
+        for model in self._models:
+            cast(FSDPModule, model).set_requires_gradient_sync(True)
+            (model(SINGLE_TOKEN)[0].sum() * 0.0).backward()
         self._is_owed = False

@@ -8,15 +8,38 @@ import torch
 from torch import Tensor, nn
 
 from roll_flash.config.sections.learner import LearnerConfig
+from roll_flash.learner.model.policy_model import PolicyModel
+
+HEAD_LEARNING_RATE = 1e-4
+"""Default of a value head: larger than usual, because a linear function has little to unlearn."""
 
 
-def open_optimizer(policy: nn.Module, config: LearnerConfig) -> torch.optim.Optimizer:
-    """Return the optimizer of the trained parameters, with all its states allocated."""
-    optimizer = torch.optim.AdamW(
-        parameter_groups(policy, config.weight_decay), lr=config.learning_rate, betas=config.betas, fused=True
-    )
+def open_optimizer(
+    policy: PolicyModel, config: LearnerConfig, critic: nn.Module | None = None
+) -> torch.optim.Optimizer:
+    """Return the optimizer of the trained parameters, with all its states allocated. Groups of a critic have a constant
+    learning rate, `own_lr`."""
+    head = policy.value_weight
+    groups = parameter_groups(policy, config.weight_decay, without=head)
+    of_values = [] if head is None else [{"params": [head], "weight_decay": 0.0}]
+    if critic is not None:
+        of_values += parameter_groups(critic, config.weight_decay)
+    default = HEAD_LEARNING_RATE if critic is None else config.learning_rate
+    groups += [{**group, "own_lr": config.critic.learning_rate or default} for group in of_values]
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
     allocate_states(optimizer)
     return optimizer
+
+
+def trained_parts(policy: PolicyModel, critic: nn.Module | None) -> list[list[nn.Parameter]]:
+    """Return the trained parameters of the policy, and those of its value head or of `critic` if there is one."""
+    head = policy.value_weight
+    parts = [[parameter for parameter in policy.parameters() if parameter.requires_grad and parameter is not head]]
+    if head is not None:
+        parts.append([head])
+    if critic is not None:
+        parts.append([parameter for parameter in critic.parameters() if parameter.requires_grad])
+    return parts
 
 
 def allocate_states(optimizer: torch.optim.Optimizer) -> None:
@@ -35,9 +58,13 @@ def allocate_states(optimizer: torch.optim.Optimizer) -> None:
         state["step"].zero_()
 
 
-def parameter_groups(policy: nn.Module, decay: float) -> list[dict[str, Any]]:
+def parameter_groups(policy: nn.Module, decay: float, *, without: nn.Parameter | None = None) -> list[dict[str, Any]]:
     """Return optimizer groups: weight decay for matrices, not for norms and biases; one group without decay."""
-    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    trained = {
+        name: parameter
+        for name, parameter in policy.named_parameters()
+        if parameter.requires_grad and parameter is not without
+    }
     if not decay:
         return [{"params": list(trained.values()), "weight_decay": 0.0}]
     decays: list[nn.Parameter] = []

@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,12 +30,15 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from roll_flash.config.sections.learner import OFFLOAD_ON_CPU, LearnerConfig
 from roll_flash.engines.inference import StagedWeights, WeightTransfer
-from roll_flash.errors import ConfigError, LearnerError, StreamError
+from roll_flash.errors import ConfigError, LearnerError, ModelError, StreamError
+from roll_flash.learner.losses.critic import whitened, with_advantages
 from roll_flash.learner.losses.objective import SINGLE_TOKEN, Objective, RowRecord, bounded_log_ratio
 from roll_flash.learner.losses.second_moment import leave_out, outward_log_ratios
+from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.model import lora
 from roll_flash.learner.model.compiled_layers import compile_layers
 from roll_flash.learner.model.policy_model import (
+    CriticModel,
     ExactSettings,
     PolicyModel,
     check_same_vocabulary,
@@ -45,12 +48,12 @@ from roll_flash.learner.model.policy_model import (
 )
 from roll_flash.learner.model.weight_files import WeightFiles, halve_frozen
 from roll_flash.learner.packing.head_shape import head_shape
-from roll_flash.learner.packing.rows import PackedRow, TrainSequence, by_sample, pack, with_prox_logprobs
+from roll_flash.learner.packing.rows import PackedRow, TrainSequence, by_sample, pack, with_predictions
 from roll_flash.learner.packing.sequences import PlannedTrajectory
 from roll_flash.learner.ranks import checkpoint
 from roll_flash.learner.ranks.device import CPU, rank_device, reserved_gpus
 from roll_flash.learner.ranks.gradient_sync import GradientSync
-from roll_flash.learner.ranks.optimizer import open_optimizer
+from roll_flash.learner.ranks.optimizer import open_optimizer, trained_parts
 from roll_flash.learner.ranks.rendezvous import interface_of, is_on_one_machine, join_rendezvous, open_rendezvous
 from roll_flash.learner.ranks.row_memory import (
     GpuMemory,
@@ -75,11 +78,13 @@ Forms = Mapping[Path, ExactSettings]
 
 @dataclass(frozen=True, slots=True)
 class UpdateRecord:
-    """Result of one optimizer update. `grad_norm` is the norm of the normalised gradient before clipping."""
+    """Result of one optimizer update. `grad_norm` is the norm of the normalised gradient before clipping,
+    `value_grad_norm` that of a critic's weights."""
 
     grad_norm: float
     skipped: bool
     seconds: float
+    value_grad_norm: float | None = None
 
 
 class LearnerRank:
@@ -104,7 +109,8 @@ class LearnerRank:
         self._transfer = transfer
         self._max_length = max_length
         self._kept: dict[str, list[TrainSequence]] = {}
-        """Sequences of the step by group, with proximal log-probabilities; see `LearnerConfig.keeps_groups`."""
+        """Sequences of the step by group, with proximal log-probabilities and values; see `keeps_groups`."""
+        self._critic: CriticModel | None = None
         self._store: dist.Store | None = None
         self._writing: dict[Path, Future[Any]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="write-model")
@@ -142,6 +148,11 @@ class LearnerRank:
         # Not kept: each rank then reads its shard only.
         policy = load_policy_model(self._folder, self._temperature)
         forms[self._folder] = policy.form
+        if self._has_value_head and policy.logit_transform is None:
+            raise ModelError(
+                f"{self._folder}: {type(policy.model).__name__} makes logits in a way of its own, so that a value head "
+                "cannot read the states behind them; set learner.critic.kind=model"
+            )
         for folder, form in forms.items():
             check_same_vocabulary(form, forms[self._folder], folder)
         check_can_be_staged(policy.model, self._folder)
@@ -172,28 +183,28 @@ class LearnerRank:
         self._background: Any = dist.new_group(backend="gloo", timeout=self._timeout)
         torch.manual_seed(self._seed + self._rank)
         with open_policy_model(self._folder, forms[self._folder], self._temperature) as (policy, files):
-            if self._config.lora.rank:
-                # The same seed on every rank, because each rank keeps one shard of the same matrix.
-                with torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(self._seed)
-                    lora.adapt(policy.model, self._config.lora)
-            if self._config.gradient_checkpointing:
-                policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-            policy.offload_activations = self._config.activation_offload
+            self._prepare(policy)
+            if self._has_value_head:
+                policy.add_value_head(detach=self._config.critic.detach)
             self._flex_attention = (
                 self._on_gpu and policy.shares_prefixes and _flex_attention_works(self._device, policy.model)
             )
             fingerprint = checkpoint.fingerprint(policy.model)
             self._tied = policy.tied_names()
             self._policy = self._shard(policy, files)
+        if self._config.has_critic and not self._has_value_head:
+            self._critic = self._load_critic(forms)
+        self._trained_models = [self._policy] if self._critic is None else [self._policy, self._critic]
         if self._config.compile:
-            compile_layers(self._policy)
+            for model in self._trained_models:
+                compile_layers(model)
         reference = self._load_reference(forms)
         self._shares = policy.shares_prefixes and (reference is None or reference.shares_prefixes)
-        self._objective = Objective(self._config, self._policy, reference)
-        self._sync = GradientSync(policy, once_a_step=self._config.gradient_sync == "step", ranks=ranks)
+        self._objective = Objective(self._config, self._policy, reference, self._critic)
+        once_a_step = self._config.gradient_sync == "step"
+        self._sync = GradientSync(self._trained_models, once_a_step=once_a_step, ranks=ranks)
         with explained_states():
-            self._optimizer = open_optimizer(self._policy, self._config)
+            self._optimizer = open_optimizer(self._policy, self._config, self._critic)
             self._average = self._open_average()
         self._stage = self._open_stage()
         if self._rank == 0:
@@ -216,7 +227,8 @@ class LearnerRank:
 
     def accumulate_sequences(self, sequences: Sequence[TrainSequence], *, supervised: bool = False) -> list[RowRecord]:
         """Like `accumulate`, on sequences that are here. A collective."""
-        self._policy.train()
+        for model in self._trained_models:
+            model.train()
         records = []
         for row in self._passes(sequences):
             self._sync.begin_pass()
@@ -230,15 +242,30 @@ class LearnerRank:
         return records
 
     def keep(self, planned: Sequence[PlannedTrajectory]) -> None:
-        """Fetch trajectories and keep their sequences with proximal log-probabilities for `accumulate_kept`. A
-        collective."""
+        """Fetch trajectories and keep their sequences for `accumulate_kept`, with proximal log-probabilities, with a
+        critic also values. A collective."""
         found = self._fetch(planned)
         sequences = [each for of_one in found for each in of_one]
         owners = [each.group_id for each, of_one in zip(planned, found, strict=True) for _ in of_one]
         with nullcontext() if self._average is None else self._average.in_place():
-            rows, logprobs = self._logprobs(sequences, self._objective.logprobs)
-        for group_id, sequence in zip(owners, with_prox_logprobs(sequences, rows, logprobs), strict=True):
+            predicted = self._predicted(sequences, self._objective.predict)
+        for group_id, sequence in zip(owners, predicted, strict=True):
             self._kept.setdefault(group_id, []).append(sequence)
+
+    def estimate_advantages(self) -> None:
+        """Give all sequences that are kept their advantages and returns; with a critic only. A collective."""
+        critic = self._config.critic
+        names = [name for name, sequences in self._kept.items() for _ in sequences]
+        found = [
+            with_advantages(sequence, critic.discount, critic.gae_lambda)
+            for sequences in self._kept.values()
+            for sequence in sequences
+        ]
+        if AdvantageConfig.of(self._config).scale == "batch":
+            found = whitened(found, self._sum)
+        self._kept.clear()
+        for name, sequence in zip(names, found, strict=True):
+            self._kept.setdefault(name, []).append(sequence)
 
     def kept_log_ratios(self) -> NDArray[np.float32]:
         """Return the log-ratios of the kept tokens that `limit_second_moment` is about, in any order."""
@@ -257,8 +284,7 @@ class LearnerRank:
     def text_logprobs(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]:
         """Return the log-probabilities [T] of each sequence under the current weights, at temperature 1. A
         collective."""
-        of_row = partial(self._objective.logprobs, temperature=1.0)
-        found = with_prox_logprobs(sequences, *self._logprobs(sequences, of_row))
+        found = self._predicted(sequences, lambda row: {"prox_logprobs": self._objective.logprobs(row, 1.0)})
         return [each.prox_logprobs for each in found if each.prox_logprobs is not None]
 
     def divergences(self, planned: Sequence[PlannedTrajectory]) -> list[float]:
@@ -267,7 +293,7 @@ class LearnerRank:
         found = self._fetch(planned)
         sequences = [each for of_one in found for each in of_one]
         by_reference = iter(
-            with_prox_logprobs(sequences, *self._logprobs(sequences, self._objective.reference_logprobs))
+            self._predicted(sequences, lambda row: {"prox_logprobs": self._objective.reference_logprobs(row)})
         )
         return [sum(_divergence(next(by_reference)) for _ in of_one) for of_one in found]
 
@@ -277,7 +303,8 @@ class LearnerRank:
         found: list[list[TrainSequence]] = []
         try:
             arrays = fetch_tokens([each.data for each in planned])
-            found = [each.sequences(tokens) for each, tokens in zip(planned, arrays, strict=True)]
+            by_turn = self._config.critic.level == "turn"
+            found = [each.sequences(tokens, by_turn=by_turn) for each, tokens in zip(planned, arrays, strict=True)]
         except StreamError as error:
             failure = error
         if self._largest(int(failure is not None)):
@@ -291,17 +318,16 @@ class LearnerRank:
         rows = sorted(pack(sequences, row_tokens), key=lambda row: row.num_tokens, reverse=True)
         return [*rows, *[None] * (self._largest(len(rows)) - len(rows))]
 
-    def _logprobs(
-        self, sequences: Sequence[TrainSequence], of_row: Callable[[PackedRow], Tensor]
-    ) -> tuple[list[PackedRow], list[NDArray[np.float32]]]:
-        """Return rows and the logprobs of their policy tokens, computed by `of_row`."""
-        rows, found = [], []
+    def _predicted(
+        self, sequences: Sequence[TrainSequence], predict: Callable[[PackedRow], Mapping[str, Tensor]]
+    ) -> list[TrainSequence]:
+        """Return the sequences with what `predict` says of the policy tokens of a row. A collective."""
+        rows, found = [], defaultdict[str, list[NDArray[np.float32]]](list)
         for row in self._passes(sequences):
-            logprobs = of_row(SINGLE_TOKEN if row is None else row)
-            if row is not None:
-                rows.append(row)
-                found.append(logprobs.cpu().numpy())
-        return rows, found
+            for name, values in predict(SINGLE_TOKEN if row is None else row).items():
+                found[name] += [] if row is None else [values.cpu().numpy()]
+            rows += [] if row is None else [row]
+        return with_predictions(sequences, rows, **found)
 
     def _largest(self, number: int) -> int:
         """Return the largest number of all ranks. A collective."""
@@ -311,31 +337,45 @@ class LearnerRank:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest.item())
 
-    def update(self, normalizer: float, learning_rate: float, *, skip: bool) -> UpdateRecord:
+    def _sum(self, numbers: Iterable[float]) -> list[float]:
+        """Return the sums of numbers over all ranks. A collective."""
+        totals = torch.tensor(list(numbers), dtype=torch.float64)
+        if self._config.ranks > 1:
+            dist.all_reduce(totals)
+        return totals.tolist()
+
+    def update(self, normalizer: float, learning_rate: float, *, skip: bool, critic_only: bool = False) -> UpdateRecord:
         """Divide the gradients by `normalizer` (policy tokens or sequences of the step), clip, update. A collective.
 
         Changes nothing if the gradient is not finite or `skip` is true. If no group had a signal, the gradient is zero
-        and the optimizer still steps: momentum continues, as if the gradient had been computed.
+        and the optimizer still steps: momentum continues, as if the gradient had been computed. `critic_only`: the
+        policy and its momentum stay as they are. The gradient of a critic is clipped by itself, because it may be large
+        while that of the policy is not.
         """
         started = time.perf_counter()
         self._sync.finish()
-        for parameter in self._trained:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [local_part(p.grad) for p in self._trained if p.grad is not None]
         # FSDP averages gradients over the ranks, but the loss is a sum over them.
         scale = dist.get_world_size() / normalizer
-        norm = self._total_norm() * scale
-        skipped = skip or not np.isfinite(norm)
+        parts = trained_parts(self._policy, self._critic)
+        for parameter in (parameter for part in parts for parameter in part if parameter.grad is None):
+            parameter.grad = torch.zeros_like(parameter)
+        norms = [_total_norm(part) * scale for part in parts]
+        skipped = skip or not np.isfinite(norms).all()
         if not skipped:
-            torch._foreach_mul_(gradients, scale * min(1.0, self._config.max_grad_norm / (norm + 1e-6)))
+            for part, norm in zip(parts, norms, strict=True):
+                gradients = [local_part(parameter.grad) for parameter in part if parameter.grad is not None]
+                torch._foreach_mul_(gradients, scale * min(1.0, self._config.max_grad_norm / (norm + 1e-6)))
+            if critic_only:
+                for parameter in parts[0]:
+                    parameter.grad = None
             for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate
+                group["lr"] = group.get("own_lr", learning_rate)
             self._optimizer.step()
             if self._average is not None:
                 self._average.update()
         self._optimizer.zero_grad()
-        return UpdateRecord(grad_norm=norm, skipped=skipped, seconds=time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return UpdateRecord(norms[0], skipped, seconds, norms[1] if len(norms) > 1 else None)
 
     def set_entropy_bonus(self, bonus: float) -> None:
         self._objective.entropy_bonus = bonus
@@ -377,7 +417,7 @@ class LearnerRank:
     def begin_save(self, folder: Path) -> None:
         """Copy this rank's part of a checkpoint and write it in the background. A collective."""
         self._writing[folder] = checkpoint.begin_write(
-            folder, self._policy, self._optimizer, self._average, self._rank, self._background
+            folder, self._saved_model, self._optimizer, self._average, self._rank, self._background
         )
 
     def has_written(self, folder: Path) -> bool:
@@ -393,7 +433,7 @@ class LearnerRank:
     def load(self, folder: Path) -> None:
         """Load a checkpoint; discards the current step. A collective."""
         self.abandon()
-        checkpoint.read_state(folder, self._policy, self._optimizer, self._rank, self._average)
+        checkpoint.read_state(folder, self._saved_model, self._optimizer, self._rank, self._average)
 
     def begin_export(self, folder: Path) -> None:
         """Copy the weights; the first rank writes a Hugging Face folder in the background. A collective."""
@@ -427,8 +467,15 @@ class LearnerRank:
         return timedelta(seconds=self._config.step_timeout_s)
 
     @property
-    def _trained(self) -> list[torch.nn.Parameter]:
-        return [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
+    def _has_value_head(self) -> bool:
+        return self._config.has_critic and self._config.critic.kind == "head"
+
+    @property
+    def _saved_model(self) -> torch.nn.Module:
+        """What a checkpoint holds: the policy, with its value head, or policy and critic."""
+        if self._critic is None:
+            return self._policy
+        return torch.nn.ModuleDict({"policy": self._policy, "critic": self._critic})
 
     def _check_longest_row(self, counters: GpuMemory) -> str:
         """Try the longest row of the run; see `check_longest_row`. Gradients are none afterwards, random states as they
@@ -444,7 +491,8 @@ class LearnerRank:
 
         later = isinstance(self._stage, DeviceWeightStage) and (self._rank == 0 or self._transfer == "ipc")
         later_bytes = sum(2 * parameter.numel() for parameter in self._policy.parameters()) if later else 0
-        self._policy.train()
+        for model in self._trained_models:
+            model.train()
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             said = check_longest_row(run_row, tokens, counters, later_bytes=later_bytes, largest=self._largest, key=key)
         self.abandon()
@@ -462,6 +510,24 @@ class LearnerRank:
             return DeviceWeightStage(model, self._tied, dtype, self._transfer)
         changed_only = self._config.lora.publish == "adapters"
         return WeightStage(model, self._tied, dtype, self._run, changed_only=changed_only)
+
+    def _prepare(self, model: PolicyModel) -> None:
+        """Make a model that is trained what the config wants, before it is sharded."""
+        if self._config.lora.rank:
+            # The same seed on every rank, because each rank keeps one shard of the same matrix.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._seed)
+                lora.adapt(model.model, self._config.lora)
+        if self._config.gradient_checkpointing:
+            model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.offload_activations = self._config.activation_offload
+
+    def _load_critic(self, forms: Forms) -> CriticModel:
+        """Load a critic with weights of its own, sharded like the policy."""
+        with open_policy_model(self._folder, forms[self._folder], kind=CriticModel) as (critic, files):
+            self._prepare(critic)
+            critic.add_value_head(detach=False)
+            return cast(CriticModel, self._shard(critic, files))
 
     def _shard(self, policy: PolicyModel, files: WeightFiles | None) -> PolicyModel:
         """Shard a model, and read this rank's shards if it has no weights yet; frozen ones in the dtype of the GPU's
@@ -491,11 +557,6 @@ class LearnerRank:
             return None
         with open_policy_model(folder, forms[folder], self._temperature) as (reference, files):
             return self._shard(reference.requires_grad_(False), files)
-
-    def _total_norm(self) -> float:
-        gradients = [p.grad for p in self._trained if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
 
 
 def rank_actor(rank: type, transfer: WeightTransfer) -> Any:
@@ -534,3 +595,8 @@ def _divergence(sequence: TrainSequence) -> float:
     assert sequence.prox_logprobs is not None
     difference = (sequence.behavior_logprobs - sequence.prox_logprobs)[sequence.policy_mask]
     return float(bounded_log_ratio(difference).sum())
+
+
+def _total_norm(parameters: Iterable[torch.nn.Parameter]) -> float:
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())

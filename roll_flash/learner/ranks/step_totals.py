@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from roll_flash.engines.learner import SampleName
+from roll_flash.learner.losses.critic import value_metrics
 from roll_flash.learner.losses.objective import Floats, RowRecord, by_staleness, off_policy_metrics, staleness_metrics
 from roll_flash.learner.losses.second_moment import SecondMoment
 from roll_flash.learner.losses.shaping import ShapedReward
@@ -115,6 +116,9 @@ class StepTotals:
         if (moment := self.second_moment) is not None:
             metrics |= {"second_moment": moment.before, "second_moment_kept": moment.after}
             metrics["left_out_fraction"] = moment.left_out / max(1, sum(tokens))
+        pairs = [(r.values, r.returns) for r in self._records if r.values is not None and r.returns is not None]
+        if pairs:
+            metrics |= value_metrics(*(np.concatenate(arrays) for arrays in zip(*pairs, strict=True)))
         if self._records and version is not None:
             metrics |= self._off_policy_metrics(version)
         return metrics

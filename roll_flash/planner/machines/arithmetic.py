@@ -21,6 +21,7 @@ from roll_flash.planner.machines.memory import (
     cache_bytes,
     cache_bytes_per_token,
     master_bytes,
+    trained_models,
     trained_parameters,
 )
 from roll_flash.planner.machines.publication import weight_times
@@ -71,7 +72,7 @@ def _speeds(config: Config, shape: ModelShape, hardware: Hardware, context: floa
     shares_gpu = hardware.gpus == 1
     room = cache_bytes(config, shape, hardware.gpu_bytes, shares_gpu=shares_gpu)
     weights = weight_times(config, shape, hardware)
-    train_s = _train_flops(config, shape, context) / flops
+    train_s = trained_models(learner) * _train_flops(config, shape, context) / flops
     gathered_s = gather_s(config, shape, hardware) / learner.micro_batch_tokens
     states = (master_bytes(learner) + MOMENTS) * trained_parameters(learner, shape) // ranks_of_copy(config)
     return Speeds(

@@ -21,6 +21,7 @@ from roll_flash.planner.machines.memory import (
     MOMENTS,
     MemoryUse,
     master_bytes,
+    trained_models,
     trained_parameters,
 )
 
@@ -54,12 +55,13 @@ def _least(config: Config, shape: ModelShape, counts: Counter[Kind]) -> MemoryUs
     """Bytes of what is there for the whole run. CPUs hold the learner's weights in float32."""
     trained = trained_parameters(config.learner, shape) if counts["rank"] and config.learner.engine == "fsdp" else 0
     frozen = shape.parameters - trained if trained and config.learner.lora.rank else 0
+    models = trained_models(config.learner)
     width = HALF if config.inference.dtype == "bfloat16" else FULL
     cache = int(config.inference.kv_cache_gib * GIB) if config.inference.engine == "vllm" else 0
     parts = {
-        "weights": master_bytes(config.learner) * trained + FULL * frozen,
-        "gradients": GRADIENT * trained,
-        "moments": MOMENTS * trained,
+        "weights": models * (master_bytes(config.learner) * trained + FULL * frozen),
+        "gradients": models * GRADIENT * trained,
+        "moments": models * MOMENTS * trained,
         "servers": counts["server"] * width * shape.parameters,
         "key-value caches": counts["server"] * cache,
     }

@@ -23,6 +23,7 @@ from roll_flash.planner.machines.memory import (
     master_bytes,
     publishes_adapters,
     row_tokens,
+    trained_models,
     trained_parameters,
 )
 
@@ -55,7 +56,8 @@ def _checkpoint_bytes(config: Config, shape: ModelShape, ranks: int, *, is_first
     """Copies that are written in the background: each rank's weights and moments; on the first one the whole model."""
     learner, trained = config.learner, trained_parameters(config.learner, shape)
     frozen = shape.parameters if learner.lora.rank else 0
-    states = ((master_bytes(learner) + MOMENTS) * trained + HALF * frozen) * ranks // learner.ranks
+    states = (master_bytes(learner) + MOMENTS) * trained + HALF * frozen
+    states = states * trained_models(learner) * ranks // learner.ranks
     return states + (HALF if frozen else MASTER) * shape.parameters * is_first
 
 

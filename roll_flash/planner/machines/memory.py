@@ -52,7 +52,7 @@ class MemoryUse:
 
 
 def trained_parameters(learner: LearnerConfig, shape: ModelShape) -> int:
-    """All parameters, or those of the adapters."""
+    """All parameters of a model, or those of its adapters."""
     if not learner.lora.rank:
         return shape.parameters
     return shape.adapter_parameters(learner.lora.rank, learner.lora.targets)
@@ -61,6 +61,11 @@ def trained_parameters(learner: LearnerConfig, shape: ModelShape) -> int:
 def master_bytes(learner: LearnerConfig) -> int:
     """Bytes of a trained parameter in float32, and in the average that is the proximal policy."""
     return MASTER if learner.proximal_decay is None else 2 * MASTER
+
+
+def trained_models(learner: LearnerConfig) -> int:
+    """The policy, and a critic with weights of its own."""
+    return 2 if learner.has_critic and learner.critic.kind == "model" else 1
 
 
 def publishes_adapters(config: Config) -> bool:
@@ -80,8 +85,9 @@ def rank_memory(config: Config, shape: ModelShape, width: int = HALF, *, is_firs
     `is_first`: rank 0, which keeps the weights that `nccl` sends.
     """
     learner = config.learner
-    trained, is_full = trained_parameters(learner, shape), not learner.lora.rank
-    frozen = 0 if is_full else shape.parameters
+    models, is_full = trained_models(learner), not learner.lora.rank
+    trained = trained_parameters(learner, shape) * models
+    frozen = 0 if is_full else shape.parameters * models
     learner = learner.model_copy(update={"ranks": learner.shard_size or learner.ranks})  # that share one copy
     states = (master_bytes(learner) + MOMENTS) * trained // learner.ranks
     # With one synchronization per step, each rank keeps the gradient of all weights.
