@@ -120,6 +120,8 @@ TABLE: dict[str, list[Metric]] = {
         Metric("entropy", NATS, "mean entropy of the policy at the sampled tokens"),
         Metric("entropy_bonus", "", "weight of the entropy in this step (`learner.adaptive_entropy`)"),
         Metric("kl_reference", NATS, "mean KL estimate to the reference model (`learner.kl`), per token"),
+        Metric("distill/reverse_kl", NATS, "KL(sampler || teacher): mean of log mu - log pi_teacher"),
+        Metric("distill/limited_fraction", SHARE, "sampled tokens whose log-ratio to the teacher is limited, to 20"),
         Metric("router_aux_loss", "", "load-balancing loss of the experts, per token"),
         Metric("skipped", COUNT, "optimizer steps skipped because the gradient was not finite"),
         Metric("optimizer_steps", COUNT, "optimizer steps that were taken"),
