@@ -165,7 +165,10 @@ async def _repeat(
         for group_id, task, members in batch:
             if lost := [name for name, _ in members if name not in trajectories]:
                 raise LearnerError(f"trajectory {lost[0]} is lost")
-            rows = tuple(replace(trajectories[name], reward=reward) for name, reward in members)
+            rows = tuple(
+                replace(trajectories[name], reward=reward, teacher_log_ratios=step.teacher.get(name))
+                for name, reward in members
+            )
             groups.append(FinishedGroup(group_id, task, rows))
         await learner.accumulate(groups)
     result = await learner.finish_step()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roll_flash.config.sections.distill import TeacherConfig
 from roll_flash.config.sections.learner import LearnerConfig, is_own
 from roll_flash.config.tree import Config
 from roll_flash.config.user_code import load_function
@@ -16,7 +17,7 @@ from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
 from roll_flash.envs.task_sources import first_tasks_of_levels, open_entries
 from roll_flash.errors import ConfigError
 from roll_flash.evaluation.tasks import held_out_of
-from roll_flash.inference.open import check_engine, why_no_replay
+from roll_flash.inference.open import check_engine, computes_on_gpus, why_no_replay
 from roll_flash.learner.demonstrations import check_demonstrations
 from roll_flash.learner.open import check_learner
 from roll_flash.models.context_length import check_context_length
@@ -29,6 +30,7 @@ from roll_flash.run.checkpoints.store import store_of
 from roll_flash.sandboxes import SandboxSpec, SandboxUnavailable
 from roll_flash.scheduling.tasks import total_size
 from roll_flash.stages.reward_stage import check_stages
+from roll_flash.stages.same_tokenizer import check_same_tokenizer
 from roll_flash.terminal import say
 from roll_flash.types import Task
 
@@ -75,6 +77,8 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
     if trains:
         check_exporters(config.monitor.export)
         check_stages(config)
+        if config.distill is not None and folder is not None:
+            _check_teacher(config, config.distill.teacher, folder)
         if (store := store_of(config)) is not None:
             store.check()
         if config.warm_start is not None and folder is not None:
@@ -94,6 +98,20 @@ def _check_learner(config: Config, folder: Path | None) -> None:
             raise ConfigError("learner.router_aux_loss: the model has no experts; set it to 0")
     if config.learner.kl.coefficient and config.learner.kl.reference is not None:
         check_model_folder(Path(config.learner.kl.reference))
+
+
+def _check_teacher(config: Config, teacher: TeacherConfig, folder: Path) -> None:
+    """Check a teacher that the run starts servers for. One at an endpoint is asked later. Raises ConfigError."""
+    if teacher.model is None:
+        return
+    if computes_on_gpus(config.inference):
+        raise ConfigError(
+            "distill.teacher.model: the run starts servers of a teacher on CPUs only; start `vllm serve` on GPUs that "
+            "Ray does not use, and set distill.teacher.base_url"
+        )
+    its_folder = resolve_model(teacher.model)
+    check_engine(config.inference.model_copy(update={"port": 0}), its_folder, trains=False)
+    check_same_tokenizer(folder, its_folder)
 
 
 def _check_own_functions(config: LearnerConfig) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from roll_flash.chat.tokenizer import load_tokenizer
 from roll_flash.checked_files import CONTENT_ERRORS
 from roll_flash.cluster.nodes import living_nodes, with_gpu_memory
 from roll_flash.cluster.plan import Plan, make_plan
@@ -26,6 +27,8 @@ from roll_flash.evaluation.in_training import EvaluationsBesideTraining, evaluat
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.inference.open import open_engine, why_no_replay
 from roll_flash.learner.warm_start import warm_start
+from roll_flash.models.context_length import within_context
+from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.monitor.exporters.export import Exports
 from roll_flash.monitor.metrics import MetricsLog
@@ -59,6 +62,7 @@ from roll_flash.run.trained_tasks import TrainedTasks
 from roll_flash.sandboxes import SandboxSpec
 from roll_flash.sandboxes.scratch import sweep_folders
 from roll_flash.stages.running import RunningStages, open_stages, recorded_scores, stage_consumers
+from roll_flash.stages.teacher import Teacher
 from roll_flash.start_checks import Checked
 from roll_flash.stream import TrajectoryStream
 from roll_flash.terminal import say
@@ -243,12 +247,15 @@ async def _show_live_figures(stack: AsyncExitStack, system: System, activities: 
 
 async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEngine, progress: Progress) -> System:
     config, run_dir = start.config, start.run_dir
+    teacher = await _open_teacher(stack, start)
     preparation = NodePreparation(config, start.model_folder, start.sandboxes, progress.note)
     with doing("the start", "Ray and the nodes are not ready", announced_s=RAY_START_S):
         places = await _start_ray(stack, config, preparation, progress.note, start.fit)
     _note_plan(places.plan, progress)
     with doing("the start", "learner and servers are not ready", announced_s=config.usual_start_s):
         engine = await _start_models(stack, config, start.model_folder, run_dir.logs, learner, places, progress.note)
+    if teacher is not None:
+        await _start_teacher(stack, start, teacher, engine, progress.note)
     settings = worker_settings(config, engine.client_spec(), start.model_folder, bool(start.sandboxes))
     with doing("the start", "rollout workers are not ready"):
         fleet = await _start_workers(stack, config, settings, places)
@@ -270,12 +277,12 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
     )
     stack.callback(metrics.close)
     episodes = stack.enter_context(EpisodesWriter(run_dir.episodes))
-    stream = TrajectoryStream(stage_consumers(config.stages))
+    stream = TrajectoryStream(stage_consumers(config.stages, has_teacher=teacher is not None))
     rollout = _open_rollout(stack, start, resumed, fleet, episodes, stream, learner.version, progress.note)
     with doing("the start", "stages are not ready"):
         log = run_dir.logs / "stages.jsonl"
         known = await call_in_thread(lambda: recorded_scores(log, _scored_before(run_dir, resumed)))
-        stages = await stack.enter_async_context(open_stages(config.stages, stream, log, known))
+        stages = await stack.enter_async_context(open_stages(config.stages, stream, log, known, teacher))
     publisher = await _open_publisher(stack, start, learner, engine, rollout)
     copies = await _open_copies(stack, start, progress.note)
     checkpoints = _open_checkpoints(start, learner, rollout, copies)
@@ -447,13 +454,44 @@ def _open_engine(
     engine = open_engine(
         config.inference,
         model_folder=model_folder,
-        max_model_len=config.model.max_length,
+        max_model_len=within_context(model_folder, config.served_length),
         logs=logs,
         places=places,
         returns_experts=returns_experts,
     )
     stack.push_async_callback(engine.close)
     return engine
+
+
+async def _open_teacher(stack: AsyncExitStack, start: Start) -> Teacher | None:
+    """Return the teacher of `distill`, whose tokenizer is that of the policy; None without `distill`."""
+    if (distill := start.config.distill) is None:
+        return None
+    kwargs = start.config.model.chat_template_kwargs
+    teacher = Teacher(distill, await call_in_thread(lambda: load_tokenizer(start.model_folder, kwargs)))
+    stack.push_async_callback(teacher.close)
+    with doing("the start", "the teacher's tokenizer is not compared", announced_s=RAY_START_S):
+        await teacher.check()
+    return teacher
+
+
+async def _start_teacher(
+    stack: AsyncExitStack, start: Start, teacher: Teacher, engine: InferenceEngine, note: Callable[[str], None]
+) -> None:
+    """Start the servers of a teacher that has a model of its own, on this node; `engine` serves the policy."""
+    config, wanted = start.config, teacher.config
+    if (name := wanted.teacher.model) is None:
+        teacher.servers = engine.client_spec if wanted.teacher.own_servers else None
+        return
+    note(f"starting {wanted.teacher.servers} server(s) of the teacher {name} ({config.usual_start_of_servers})")
+    folder = await call_in_thread(lambda: resolve_model(name))
+    inference = config.inference.model_copy(update={"servers": wanted.teacher.servers, "port": 0})
+    length = within_context(folder, config.model.max_length + wanted.room)
+    its = open_engine(inference, model_folder=folder, max_model_len=length, logs=start.run_dir.logs / "teacher")
+    stack.push_async_callback(its.close)
+    with doing("the start", "the teacher's servers are not ready", announced_s=config.usual_start_s):
+        await its.start()
+    teacher.servers = its.client_spec
 
 
 async def _start_workers(

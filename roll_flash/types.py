@@ -284,6 +284,9 @@ class FinishedEpisode:
     """Equal for tasks that show the model the same (`roll_flash.monitor.episodes.task_hash`)."""
     rewards: tuple[tuple[str, float], ...] = ()
     """Name and unweighted value of each reward function, as `info["rewards"]` has them at the end."""
+    teacher_log_ratios: NDArray[np.float32] | None = None
+    """log pi_teacher - log mu of the policy tokens of all samples, one after another, within +-MAX_TEACHER_LOG_RATIO;
+    None without a teacher (`distill`), and before it has scored the trajectory."""
     data: Trajectory | StoredTrajectory | None = None
     """None in simulations."""
 
@@ -305,9 +308,11 @@ class FinishedGroup:
 
     @property
     def has_signal(self) -> bool:
-        """True if rewards differ within the group; if not, every advantage is zero (DAPO, arXiv 2503.14476)."""
+        """True if rewards differ within the group, or a teacher has scored it; if not, every advantage is zero (DAPO,
+        arXiv 2503.14476)."""
         rewards = [trajectory.reward for trajectory in self.trajectories]
-        return min(rewards) != max(rewards)
+        has_teacher = any(trajectory.teacher_log_ratios is not None for trajectory in self.trajectories)
+        return has_teacher or min(rewards) != max(rewards)
 
     @property
     def packed_tokens(self) -> int:
@@ -319,6 +324,9 @@ class FinishedGroup:
 
 MIN_GROUP_SIZE = 2
 """Minimum number of trajectories in a group whose advantages compare replicas; with a critic, a group may have one."""
+MAX_TEACHER_LOG_RATIO = 20.0
+"""Limit of the log-ratio of teacher and sampler of a token, as the losses limit theirs: a teacher's minus infinity, or
+-9999, is this far away too."""
 MAX_REWARD = 1e6
 """Maximum absolute reward. Advantages need squares of rewards, whose sums must stay exact enough in float32."""
 

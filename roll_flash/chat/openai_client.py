@@ -111,11 +111,13 @@ class OpenAIChatClient:
         model: str,
         api_key: str | None = None,
         *,
+        path: str = "/chat/completions",
         max_connections: int = 0,
         max_attempts: int = 5,
         backoff_s: float = 0.5,
     ) -> None:
-        self.url = base_url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+        """`path`: another one than that of chat completions, for `complete` alone."""
+        self.url = base_url.rstrip("/").removesuffix(path) + path
         self.model = model
         self.takes_tools = True
         """The caller sets it to False if the endpoint refuses declared tools."""
@@ -150,7 +152,7 @@ class OpenAIChatClient:
         return _reply(answer, self.url, time.monotonic() - started)
 
     async def complete(self, body: Mapping[str, Any], *, timeout_s: float) -> Any:
-        """Send a chat completion request unchanged; return the answer's JSON. Raises the errors of `chat`, and
+        """Send the body of a request unchanged; return the answer's JSON. Raises the errors of `chat`, and
         EndpointRefusedError if the endpoint refuses the request."""
         async with asyncio.timeout(timeout_s):
             return await self._post(json.dumps(body).encode(), deadline_s=time.monotonic() + timeout_s)

@@ -16,6 +16,7 @@ FILES: tuple[str, ...] = (
     "stages.*.kwargs.path",
     "warm_start.demonstrations",
     "learner.kl.reference",
+    "distill.teacher.model",
 )
 OBJECTS: tuple[str, ...] = (
     "envs.*.id",

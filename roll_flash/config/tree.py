@@ -31,6 +31,7 @@ from roll_flash.config.files import apply_override, read_yaml
 from roll_flash.config.mistakes import explain_all
 from roll_flash.config.moved import moved_text
 from roll_flash.config.sections.data import COLUMNS, Data, Rewards, distinct_names, require_known_columns
+from roll_flash.config.sections.distill import TEACHER, DistillConfig
 from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.sections.learner import LearnerConfig, WarmStartConfig
 from roll_flash.config.sections.scheduler import SchedulerConfig
@@ -388,6 +389,8 @@ class Config(Section):
     """How episodes are played: workers, slots, sampling, timeouts, retries."""
     stages: Stages = ()
     """Stages that score trajectories in the stream: judges, reward models, your own classes."""
+    distill: DistillConfig | None = None
+    """On-policy distillation: a teacher scores each sampled token; docs/algorithms.md says when to use it."""
     inference: InferenceConfig = InferenceConfig()
     """The inference engine and its servers."""
     learner: LearnerConfig = LearnerConfig()
@@ -485,11 +488,31 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _rewards_before_stages(self) -> Config:
-        if self.stages and self.scheduler.drop_groups_without_signal:
+        if (self.stages or self.distill) and self.scheduler.drop_groups_without_signal:
             raise ValueError(
-                "scheduler.drop_groups_without_signal looks at rewards before stages have changed them; "
-                "set it to false or remove stages"
+                "scheduler.drop_groups_without_signal looks at rewards before stages have changed them, or a teacher "
+                "has judged the tokens; set it to false or remove stages and distill"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_can_score(self) -> Config:
+        if self.distill is None:
+            return self
+        if self.rollout.temperature != 1.0:
+            raise ValueError(
+                "distill compares with the teacher's distribution at temperature 1; set rollout.temperature=1.0 "
+                f"instead of {self.rollout.temperature:g}"
+            )
+        if self.learner.has_critic:
+            raise ValueError(
+                "distill adds to the advantages of a group, and learner.advantage=gae computes its own from values; "
+                "choose another advantage, or remove distill"
+            )
+        if self.distill.hint is not None and self.model.thinking == "strip":
+            raise ValueError("distill.hint needs model.thinking=keep: with strip an episode has several prompts")
+        if any(stage.name == TEACHER for stage in self.stages):
+            raise ValueError(f"stages: with distill the name {TEACHER} is taken; choose another one")
         return self
 
     @model_validator(mode="after")
@@ -500,6 +523,12 @@ class Config(Section):
                 f"inference.weight_transfer={transfer} needs GPUs, but learner.device is cpu; set it to shm"
             )
         return self
+
+    @property
+    def served_length(self) -> int:
+        """Most tokens of a request to the run's servers: an episode, and what they need beyond it as a teacher."""
+        distill = self.distill
+        return self.model.max_length + (distill.room if distill is not None and distill.teacher.own_servers else 0)
 
     @property
     def stall_timeout_s(self) -> float:

@@ -80,8 +80,8 @@ class Fates:
 
     def advantages(self, group_id: str, config: Any) -> dict[str, float]:
         """Return the advantage of each episode of a trained group, by its id, computed by the learner's own function
-        from the rewards in the journal. Empty if it was not trained, if each turn has an advantage of its own, if the
-        function is the user's, or if the learner changed the rewards by what the journal does not have."""
+        from the rewards in the journal. Empty if it was not trained, if each turn or token has an advantage of its
+        own, if the function is the user's, or if the learner changed the rewards by what the journal does not have."""
         if (rules := _rules(config)) is None:
             return {}
         groups = self._trained_with(group_id)
@@ -118,7 +118,10 @@ def _content_bytes(path: Path) -> int | None:
 
 
 def _rules(config: Any) -> AdvantageConfig | None:
-    given = config.get("learner", {}) if isinstance(config, Mapping) else {}
+    tree = config if isinstance(config, Mapping) else {}
+    given = tree.get("learner", {})
+    if tree.get("distill"):
+        return None
     try:
         learner = LearnerConfig.model_validate(given)
     except ValidationError:  # of another version

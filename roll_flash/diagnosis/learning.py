@@ -46,14 +46,14 @@ SPIKE_STEPS = 20
 
 
 def no_reward_variance(view: RunView) -> Finding | None:
-    """All replicas of a task earn the same, step after step, so that every advantage is zero."""
+    """All replicas of a task earn the same, step after step, and no teacher scores them: every advantage is zero."""
     steps = view.recent
     low, high = steps[REWARD_MIN], steps[REWARD_MAX]
     without = steps[REWARD_STD_IN_GROUP] == 0 if view.settings.compares_replicas else low == high
     number = _trailing(without.tolist())
-    if number < STEPS_WITHOUT_SIGNAL:
-        return None
     chosen = steps.last(number)
+    if number < STEPS_WITHOUT_SIGNAL or np.isfinite(chosen["distill/reverse_kl"]).any():
+        return None
     first, last = chosen.span
     smallest, largest = float(np.min(low[-number:])), float(np.max(high[-number:]))
     if smallest < largest:

@@ -59,4 +59,5 @@ def _open_fsdp(config: Config, model_folder: Path) -> LearnerEngine:
         transfer=config.inference.weight_transfer,
         max_length=config.model.max_length,
         steps=config.steps,
+        distill=config.distill,
     )

@@ -34,6 +34,11 @@ def check_context_length(folder: Path, max_length: int) -> None:
         )
 
 
+def within_context(folder: Path, tokens: int) -> int:
+    """Return `tokens`, or the number of tokens that the model can read if that is smaller."""
+    return min(tokens, context_length(folder) or tokens)
+
+
 def _scalings(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the RoPE settings: one mapping, or one for each type of layer."""
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}

@@ -120,6 +120,8 @@ TABLE: dict[str, list[Metric]] = {
         Metric("entropy", NATS, "mean entropy of the policy at the sampled tokens"),
         Metric("entropy_bonus", "", "weight of the entropy in this step (`learner.adaptive_entropy`)"),
         Metric("kl_reference", NATS, "mean KL estimate to the reference model (`learner.kl`), per token"),
+        Metric("distill/reverse_kl", NATS, "KL(sampler || teacher): mean of log mu - log pi_teacher"),
+        Metric("distill/limited_fraction", SHARE, "sampled tokens whose log-ratio to the teacher is limited, to 20"),
         Metric("router_aux_loss", "", "load-balancing loss of the experts, per token"),
         Metric("value_loss", "", "clipped loss of the critic's values, mean over the sampled tokens"),
         Metric("value_explained_variance", "", "1 - var(return - value) / var(return); 1 is perfect, 0 a constant"),

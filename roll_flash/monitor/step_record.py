@@ -23,7 +23,7 @@ from roll_flash.monitor.metrics import (
     SUCCESS,
     TOKENS_PER_S,
 )
-from roll_flash.types import FinishedEpisode, FinishedGroup
+from roll_flash.types import MAX_TEACHER_LOG_RATIO, FinishedEpisode, FinishedGroup
 
 LearnerWork = Literal["accumulate", "update", "stage"]
 
@@ -114,4 +114,15 @@ class StepRecord:
         metrics |= {f"rewards/{name}": float(np.mean(found)) for name, found in values.items()}
         if successes:
             metrics[SUCCESS] = float(np.mean(successes))
-        return metrics
+        return metrics | _teacher_metrics(trajectories)
+
+
+def _teacher_metrics(trajectories: Sequence[FinishedEpisode]) -> dict[str, float]:
+    found = [each.teacher_log_ratios for each in trajectories if each.teacher_log_ratios is not None]
+    if not sum(map(len, found)):
+        return {}
+    log_ratios = np.concatenate(found).astype(np.float64)
+    return {
+        "distill/reverse_kl": -float(log_ratios.mean()),
+        "distill/limited_fraction": float((np.abs(log_ratios) >= MAX_TEACHER_LOG_RATIO).mean()),
+    }

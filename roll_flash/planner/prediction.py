@@ -103,7 +103,7 @@ def _learner(config: Config, calibration: Calibration) -> LearnerSpec:
         call_s=speeds.call_s,
         token_s=(proximal_s if keeps else 0.0) if is_late else train_s,
         late_token_s=train_s if is_late else 0.0,
-        computes_all=learner.computes_silent_groups,
+        computes_all=learner.computes_silent_groups or config.distill is not None,
         batch_tokens=learner.micro_batch_tokens * learner.ranks,
         step_s=speeds.update_s,
         stage_s=speeds.stage_s,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from roll_flash.checked_files import Count
 from roll_flash.run.journal import Event
@@ -15,6 +18,7 @@ from roll_flash.scheduling.tasks import TaskSource
 from roll_flash.types import FinishedGroup, Task
 
 MicroBatches = Sequence[Sequence[FinishedGroup]]
+TEACHER_TYPE = "<f4"
 
 
 @dataclass(slots=True)
@@ -38,6 +42,8 @@ class RecordedStep:
     version: int
     batches: list[list[tuple[str, Task, list[tuple[str, float]]]]]
     metrics: dict[str, float | None]
+    teacher: dict[str, NDArray[np.float32]]
+    """`FinishedEpisode.teacher_log_ratios` by episode id; empty without a teacher."""
 
 
 class _State(msgspec.Struct):
@@ -79,6 +85,18 @@ class _Trained(msgspec.Struct):
     batches: list[list[tuple[str, list[tuple[str, float]]]]]
     without_rows: list[str]
     metrics: dict[str, float | None]
+    teacher: dict[str, bytes] = {}
+
+
+def encode_teacher(micro_batches: MicroBatches) -> dict[str, str]:
+    """Return what the teacher said of each episode of a step, for the journal: little-endian float32 in base64."""
+    return {
+        each.episode_id: b64encode(each.teacher_log_ratios.astype(TEACHER_TYPE).tobytes()).decode()
+        for groups in micro_batches
+        for group in groups
+        for each in group.trajectories
+        if each.teacher_log_ratios is not None
+    }
 
 
 @dataclass(slots=True)
@@ -172,7 +190,8 @@ class Recovery:
     def _train(self, event: _Trained) -> None:
         self.version = event.version
         batches = [[(name, self.known_tasks[name], rows) for name, rows in each] for each in event.batches]
-        self.steps.append(RecordedStep(self.version, batches, event.metrics))
+        teacher = {name: np.frombuffer(values, TEACHER_TYPE) for name, values in event.teacher.items()}
+        self.steps.append(RecordedStep(self.version, batches, event.metrics, teacher))
         for name in {name for batch in batches for name, _, _ in batch} | set(event.without_rows):
             self.groups.pop(name, None)
 

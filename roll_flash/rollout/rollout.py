@@ -22,7 +22,7 @@ from roll_flash.monitor.metrics import LEARNER_IDLE, SERVERS_IDLE
 from roll_flash.processes.background import error_of, start_background
 from roll_flash.rollout.episode_log import EpisodeLog
 from roll_flash.rollout.fleet import WorkerFleet
-from roll_flash.rollout.recovery import MicroBatches, Recovery
+from roll_flash.rollout.recovery import MicroBatches, Recovery, encode_teacher
 from roll_flash.rollout.turn_file import TurnFile
 from roll_flash.rollout.turns import SentTurn
 from roll_flash.run.journal import Event, Journal, state_event
@@ -63,7 +63,7 @@ class Rollout:
         self._log = EpisodeLog(files, journal, turns)
         self._has_journal = journal is not None
         self._stream = stream
-        self._has_stages = bool(config.stages)
+        self._has_stages = bool(config.stages) or config.distill is not None
         self._max_concurrent = rollout.max_concurrent
         self._max_failures_in_a_row = scheduler.max_failures_in_a_row
         self._stall_timeout_s = config.stall_timeout_s
@@ -315,6 +315,8 @@ class Rollout:
         given = {group.group_id for groups in micro_batches for group in groups}
         lost = [name for name in self.scheduler.step_group_ids if name not in given]
         event = {"event": "trained", "version": version, "batches": batches, "without_rows": lost}
+        if teacher := encode_teacher(micro_batches):
+            event["teacher"] = teacher
         self._note({**event, "async_ratio": self.scheduler.async_ratio, "metrics": dict(metrics)})
 
     async def _keep_slots_filled(self) -> None:

@@ -18,11 +18,11 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
+from roll_flash.chat.prompt_logprobs import MAX_LOGPROB
 from roll_flash.checked_files import Count
 from roll_flash.engines.inference import Generation
 from roll_flash.envs.hosting.environments import Step
 from roll_flash.errors import RollFlashError
-from roll_flash.inference.client.token_protocol import MAX_LOGPROB
 from roll_flash.monitor.json_lines import encode
 from roll_flash.types import EpisodeSpec, FinishReason
 

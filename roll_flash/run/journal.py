@@ -8,7 +8,8 @@ checkpoint N in the order in which they fell, one line each, with a checksum:
 - `admitted`: a task became a group; `drawn` if it came from the task source, not from the requeued tasks;
 - `ended`: a trajectory was told to the task source, and became part of its group if `kept`;
 - `dropped`: a group left without being trained;
-- `trained`: a step, with the episodes and rewards of its micro-batches in the order in which they were accumulated;
+- `trained`: a step, with the episodes and rewards of its micro-batches in the order in which they were accumulated, and
+  what a teacher said of them;
 - `async_ratio`: a decision of `async_ratio: auto`.
 
 A resumed run repeats them from the checkpoint on (`roll_flash/rollout/recovery.py`), up to the first damaged line.

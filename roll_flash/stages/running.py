@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from roll_flash.checked_files import decode, lines_of, open_checked
+from roll_flash.config.sections.distill import TEACHER
 from roll_flash.config.sections.stages import StageConfig
 from roll_flash.errors import RunError
 from roll_flash.monitor.json_lines import JsonLinesFile
@@ -25,6 +26,7 @@ from roll_flash.processes.background import (
     start_background,
 )
 from roll_flash.stages.reward_stage import RewardStage, make_stage
+from roll_flash.stages.teacher import Teacher
 from roll_flash.stream import REWARD, Consumer, Row, Stage, TrajectoryStream
 from roll_flash.stream.blocks import fetch_trajectories
 from roll_flash.stream.stage import Compute
@@ -42,12 +44,12 @@ Scores = Mapping[tuple[str, str], float]
 _log = logging.getLogger(__name__)
 
 
-def stage_consumers(stages: Sequence[StageConfig]) -> list[Consumer]:
-    """Return the stream consumers of the stages; empty without stages."""
-    if not stages:
-        return []
-    columns = tuple(score_column(stage) for stage in stages)
-    return [*(_consumer(stage) for stage in stages), Consumer(REWARD, columns, REWARD_BATCH)]
+def stage_consumers(stages: Sequence[StageConfig], *, has_teacher: bool = False) -> list[Consumer]:
+    """Return the stream consumers of the stages; empty without stages and teacher."""
+    teacher = (TEACHER,) if has_teacher else ()
+    columns = (*map(score_column, stages), *teacher)
+    consumers = [*map(_consumer, stages), *map(Consumer, teacher)]
+    return [*consumers, Consumer(REWARD, columns, REWARD_BATCH)] if columns else []
 
 
 def score_column(stage: StageConfig) -> str:
@@ -118,9 +120,11 @@ class RunningStages:
         spans, self._spans = self._spans, {}
         return [(name, *span) for name, found in spans.items() for span in found]
 
-    def attach(self, stream: TrajectoryStream, scorers: Sequence[RewardStage], log: Log) -> list[Stage]:
-        """Create one `Stage` per configured stage and the one that computes rewards, without starting them. `log` gets
-        every score and every failed attempt."""
+    def attach(
+        self, stream: TrajectoryStream, scorers: Sequence[RewardStage], log: Log, teacher: Teacher | None = None
+    ) -> list[Stage]:
+        """Create one `Stage` per configured stage and teacher, and the one that computes rewards, without starting
+        them. `log` gets every score and every failed attempt."""
         for config, scorer in zip(self._configs, scorers, strict=True):
             self._stages[config.name] = Stage(
                 stream,
@@ -132,7 +136,9 @@ class RunningStages:
                 max_failures_in_a_row=1 if config.on_failure == "stop" else config.max_failures_in_a_row,
                 on_error=partial(_log_error, log, config.name),
             )
-        *_, consumer = stage_consumers(self._configs)
+        if teacher is not None:
+            self._stages[TEACHER] = teacher.stage(stream, log)
+        *_, consumer = stage_consumers(self._configs, has_teacher=teacher is not None)
         return [*self._stages.values(), Stage(stream, consumer, self._combine, retries=0, max_failures_in_a_row=1)]
 
     def _scoring(self, config: StageConfig, scorer: RewardStage, log: Log) -> Compute:
@@ -172,7 +178,11 @@ class RunningStages:
 
 @asynccontextmanager
 async def open_stages(
-    stages: Sequence[StageConfig], stream: TrajectoryStream, log_file: Path, known: Scores | None = None
+    stages: Sequence[StageConfig],
+    stream: TrajectoryStream,
+    log_file: Path,
+    known: Scores | None = None,
+    teacher: Teacher | None = None,
 ) -> AsyncIterator[RunningStages]:
     """Start the stages on a stream with the consumers `stage_consumers`; append scores to `log_file`. `known` scores
     are not asked for.
@@ -180,7 +190,7 @@ async def open_stages(
     If a stage stops, the stream fails and so does the run. Raises the error of a stage's `start`.
     """
     running = RunningStages(stages, known or {})
-    if not stages:
+    if not stages and teacher is None:
         yield running
         return
     scorers = [make_stage(stage) for stage in stages]
@@ -189,7 +199,7 @@ async def open_stages(
     try:
         for stage_config, scorer in zip(stages, scorers, strict=True):
             await _start(stage_config.name, scorer)
-        for stage in running.attach(stream, scorers, log.write):
+        for stage in running.attach(stream, scorers, log.write, teacher):
             task = start_background(stage.run(), "a stage")
             task.add_done_callback(lambda done: _fail_with(stream, done))
             tasks.append(task)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
+from roll_flash.config.sections.distill import TEACHER
 from roll_flash.errors import StreamError, StreamStarvedError
 from roll_flash.processes.background import cancel_and_wait, error_of
 from roll_flash.stream.stream import Row, TrajectoryStream
@@ -15,7 +16,7 @@ from roll_flash.types import MIN_GROUP_SIZE, FinishedEpisode, FinishedGroup
 from roll_flash.watchdog.activity import doing
 
 REWARD = "reward"
-"""Column with the reward that is trained."""
+"""Column with the reward that is trained. It is the last one: the teacher's, if there is one, is there before."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,7 +206,7 @@ class _Step:
     def _set_rewards(self, each: _Pending, group: FinishedGroup) -> None:
         rows = {row.row_id: row for row in each.rows if not row.is_gone}
         trajectories = tuple(
-            with_reward(trajectory, rows[trajectory.episode_id].columns[REWARD])
+            with_columns(trajectory, rows[trajectory.episode_id].columns)
             for trajectory in group.trajectories
             if trajectory.episode_id in rows
         )
@@ -217,8 +218,12 @@ class _Step:
             each.is_lost = True
 
 
-def with_reward(trajectory: FinishedEpisode, reward: float) -> FinishedEpisode:
-    return trajectory if reward == trajectory.reward else replace(trajectory, reward=reward)
+def with_columns(trajectory: FinishedEpisode, columns: Mapping[str, Any]) -> FinishedEpisode:
+    """Return a trajectory with what stages have written of it."""
+    reward, log_ratios = columns[REWARD], columns.get(TEACHER)
+    if reward == trajectory.reward and log_ratios is None:
+        return trajectory
+    return replace(trajectory, reward=reward, teacher_log_ratios=log_ratios)
 
 
 def fill(units: Sequence[_Pending], max_tokens: int, *, in_order: bool) -> list[_Pending]:

@@ -10,12 +10,13 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from roll_flash.errors import StreamError
 from roll_flash.processes.background import cancel_and_wait, ends_this_task
 from roll_flash.stream.stream import Consumer, Row, TrajectoryStream
 
-Compute = Callable[[Sequence[Row]], Awaitable[Sequence[Mapping[str, float]]]]
+Compute = Callable[[Sequence[Row]], Awaitable[Sequence[Mapping[str, Any]]]]
 """Returns the new columns of each row, in the order of the rows."""
 
 
@@ -77,7 +78,7 @@ class Stage:
                 raise
             self._end(rows, columns)
 
-    async def _attempt(self, rows: Sequence[Row]) -> Sequence[Mapping[str, float]] | None:
+    async def _attempt(self, rows: Sequence[Row]) -> Sequence[Mapping[str, Any]] | None:
         for attempt in range(1 + self._retries):
             self._counts["retries"] += attempt > 0
             began, deadline = time.monotonic(), asyncio.timeout(self._timeout_s)
@@ -97,7 +98,7 @@ class Stage:
             self._on_error(rows, self.last_error)
         return None
 
-    def _end(self, rows: Sequence[Row], columns: Sequence[Mapping[str, float]] | None) -> None:
+    def _end(self, rows: Sequence[Row], columns: Sequence[Mapping[str, Any]] | None) -> None:
         name = self._consumer.name
         if columns is not None:
             for row, values in zip(rows, columns, strict=True):

@@ -42,7 +42,8 @@ class Row:
     group_id: str
     group: _Group
     data: Any
-    columns: dict[str, float]
+    columns: dict[str, Any]
+    """Numbers, and the array of a teacher."""
     not_taken: set[str]
     """Consumers that have not taken it."""
     worked_on: set[str] = field(default_factory=set)
@@ -127,7 +128,7 @@ class TrajectoryStream:
 
     # The rollout
 
-    def put(self, row_id: str, group_id: str, data: Any, columns: Mapping[str, float]) -> None:
+    def put(self, row_id: str, group_id: str, data: Any, columns: Mapping[str, Any]) -> None:
         """Add a row. Raises StreamError if there is one of this id already."""
         if row_id in self._rows:
             raise StreamError(f"row {row_id!r} is in the stream already")
@@ -173,7 +174,7 @@ class TrajectoryStream:
                     queue.wake()  # somebody else has to take what this task was woken for
                 raise
 
-    def write(self, consumer: str, row: Row, columns: Mapping[str, float]) -> None:
+    def write(self, consumer: str, row: Row, columns: Mapping[str, Any]) -> None:
         """End a consumer's work on a row: add columns, each once. Nothing happens if the row is gone.
 
         Raises StreamError for a column that is there.

@@ -147,6 +147,11 @@ def test_where_a_whole_step_is_compared_tasks_that_differ_are_a_signal() -> None
     assert names(RunView(settings, equal.start, equal.recent)) == ["no-reward-variance"]
 
 
+def test_equal_rewards_are_no_fault_where_a_teacher_scores_the_tokens() -> None:
+    view = run(reward_std_in_group=(0.0, 0.0), distill__reverse_kl=(0.8, 0.2))
+    assert names(view) == []
+
+
 @pytest.mark.parametrize(
     ("rewards", "why"),
     [

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from roll_flash.config.sections.distill import DistillConfig
 from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.learner.ranks.node_folders import NodeFolders
@@ -43,12 +44,13 @@ def in_process(
     *,
     async_ratio: float = 10,
     temperature: float = 1.0,
+    distill: DistillConfig | None = None,
     **settings: Any,
 ) -> Result:
     """What `use` returns, given a started learner of one rank with `settings` of its config."""
     config = LearnerConfig(**{"learning_rate": 1e-3} | settings)
     rank = LearnerRank(model, config, rank=0, seed=0, temperature=temperature, run="test")
-    learner = FsdpLearner(model, config, async_ratio=async_ratio)
+    learner = FsdpLearner(model, config, async_ratio=async_ratio, distill=distill)
     threads = torch.get_num_threads()
 
     async def run() -> Result:

@@ -23,8 +23,11 @@ def plain_loop(
     by_sequence: bool = False,
     kl: float = 0.0,
     entropy: float = 0.0,
+    teacher: Callable[[Trajectory], Tensor] | None = None,
+    reward_weight: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Weights after decoupled PPO with truncation at 2; `steps` are lists of minibatches, which are lists of groups."""
+    """Weights after decoupled PPO with truncation at 2; `steps` are lists of minibatches, which are lists of groups.
+    `teacher` returns what is added to the advantage of each policy token."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -36,7 +39,8 @@ def plain_loop(
             prox = {t.episode_id: token_logprobs(model, t)[0] for t in trajectories}
             ref = {t.episode_id: token_logprobs(reference, t)[0] for t in trajectories}
         for part in samples:
-            for trajectory, advantage in part:
+            for trajectory, of_reward in part:
+                advantage = reward_weight * of_reward + (0.0 if teacher is None else teacher(trajectory))
                 logprobs, entropies = token_logprobs(model, trajectory)
                 start = prox[trajectory.episode_id]
                 behavior = torch.tensor(trajectory.logprobs[trajectory.policy_mask])

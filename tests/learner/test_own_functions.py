@@ -23,7 +23,7 @@ from tests.learner.in_process import assert_equal_weights
 from tests.learner.test_steps import GROUPS, trained
 
 DEFINITION, TEST = (block.text for block in blocks_of("docs/algorithms.md") if block.language == "python")
-(SETTINGS,) = (block.text for block in blocks_of("docs/algorithms.md") if block.language == "yaml")
+SETTINGS, *OTHER_SETTINGS = (block.text for block in blocks_of("docs/algorithms.md") if block.language == "yaml")
 
 
 @pytest.fixture
@@ -45,6 +45,12 @@ def test_the_page_defines_grpo_and_tests_it(mine: Path) -> None:
     config = learner_of(yaml.safe_load(SETTINGS))
     assert config.loss.parameters() == {"clip": 0.1}
     _check_own_functions(config)
+
+
+@pytest.mark.parametrize("text", OTHER_SETTINGS)
+def test_other_settings_of_the_page_are_a_config(text: str) -> None:
+    """tests/stages/test_run_with_teacher.py trains with those of a teacher."""
+    load_config({"model": {"path": "tiny"}, "envs": [{"id": "A-v0"}], **yaml.safe_load(text)})
 
 
 def test_a_step_with_the_pages_functions_is_that_of_the_built_in_ones(mine: Path, tiny_model: Path) -> None:
@@ -162,6 +168,7 @@ def test_the_start_check_names_key_and_function(mine: Path) -> None:
 def test_the_dashboard_runs_no_function_of_a_run() -> None:
     assert _rules({"learner": {"advantage": "mine.py:advantage"}}) is None
     assert _rules({"learner": {"advantage": "rloo"}}) is not None
+    assert _rules({"distill": {"teacher": {"model": "tiny"}}}) is None, "each token has an advantage of its own"
 
 
 def test_a_function_without_a_name_can_be_given_to_policy_loss() -> None:

@@ -65,6 +65,19 @@ def test_the_arithmetic_is_that_of_a_run_in_float32(tmp_path: Path) -> None:
     assert adapters.parts["moments"] == 8 * trained
 
 
+def test_servers_of_a_teacher_are_counted() -> None:
+    from collections import Counter
+
+    from roll_flash.config.tree import load_config
+    from roll_flash.models.shape import read_shape
+
+    tree = {"model": {"path": "Qwen3-0.6B"}, "envs": [{"id": "counting:Counting-v0"}]}
+    tree["distill"] = {"teacher": {"model": "Qwen3-4B", "servers": 2}}
+    shape, teacher = read_shape("Qwen3-0.6B"), read_shape("Qwen3-4B")
+    least = cpu_check._least(load_config(tree), shape, Counter({"rank": 1, "server": 1}))
+    assert least.parts["servers of the teacher"] == 2 * (4 * teacher.parameters + GIB)
+
+
 def test_a_small_sum_has_no_empty_parentheses() -> None:
     assert MemoryUse({"weights": 2**20}).text() == "0.0 GiB"
     assert MemoryUse({"weights": 2 * GIB, "moments": 2**20}).text() == "2.0 GiB (weights 2.0)"

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from roll_flash.chat.prompt_logprobs import GENERATE_PATH
 from roll_flash.engines.inference import ClientSpec, Generation, InferenceClient
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.inference.client.admission import Admission
@@ -23,7 +24,7 @@ from roll_flash.inference.client.http_connections import BadAnswerError, Connect
 from roll_flash.inference.client.metrics import Counts
 from roll_flash.inference.client.partial_turn import Decode, PartialTurn
 from roll_flash.inference.client.router import Router
-from roll_flash.inference.client.token_protocol import GENERATE_PATH, decode_piece, event_splitter, excerpt
+from roll_flash.inference.client.token_protocol import decode_piece, event_splitter, excerpt
 from roll_flash.processes.background import cancel_and_wait, start_background
 from roll_flash.types import SamplingParams
 

@@ -15,15 +15,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from roll_flash.chat.prompt_logprobs import MAX_LOGPROB
 from roll_flash.inference.client.http_connections import BadAnswerError
 from roll_flash.types import SamplingParams
 
-GENERATE_PATH = "/inference/v1/generate"
 UNLABELLED_VERSION = "default"
 """vLLM's version label for weights without a label: those it loaded at its start."""
 END_OF_STREAM = b"[DONE]"
-MAX_LOGPROB = 1e-2
-"""Maximum accepted logprob: 0 plus rounding error."""
 MIN_LOGPROB = -float(np.finfo(np.float32).max)
 """Logprobs are stored as float32, where a lower one would be minus infinity. JSON has no NaN."""
 MAX_INT32 = (1 << 31) - 1

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from roll_flash.chat.prompt_logprobs import GENERATE_PATH, read_prompt_logprobs, score_request
 from roll_flash.config.tree import InferenceConfig
 from roll_flash.engines.inference import ClientSpec, InFlight, ServerUpdate, StagedWeights
 from roll_flash.engines.places import Places
@@ -475,16 +476,8 @@ async def _is_dead(server: ServerControl) -> bool:
 
 
 async def _score(server: ServerControl, token_ids: Sequence[int]) -> NDArray[np.float32]:
-    body = {
-        "token_ids": list(token_ids),
-        "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False},
-    }
-    answer: Any = await server.post("/inference/v1/generate", body, timeout_s=SCORE_TIMEOUT_S)
+    answer: Any = await server.post(GENERATE_PATH, score_request(token_ids), timeout_s=SCORE_TIMEOUT_S)
     try:
-        positions = answer["prompt_logprobs"][1:]
-        scores = [position[str(token)]["logprob"] for position, token in zip(positions, token_ids[1:], strict=True)]
-    except (KeyError, TypeError, ValueError) as error:
-        raise InferenceError(
-            f"{server.endpoint}: no log-probabilities of the prompt in the answer: {error!r}"
-        ) from None
-    return np.asarray(scores, np.float32)
+        return read_prompt_logprobs(answer, token_ids)
+    except ValueError as error:
+        raise InferenceError(f"{server.endpoint}: {error}") from None

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from roll_flash.config.sections.distill import DistillConfig
 from roll_flash.config.sections.learner import LearnerConfig, is_own
 from roll_flash.config.user_code import load_function
 from roll_flash.errors import LearnerError, first_line
@@ -38,9 +39,11 @@ class AdvantageConfig:
     filter_overlong: bool = False
     keep_without_signal: bool = False
     """Also train on groups without a signal: entropy, divergence from a reference and a critic need every token."""
+    distill: DistillConfig | None = None
+    """Weights of rewards and teacher; None: there is no teacher."""
 
     @classmethod
-    def of(cls, config: LearnerConfig) -> AdvantageConfig:
+    def of(cls, config: LearnerConfig, distill: DistillConfig | None = None) -> AdvantageConfig:
         return cls(
             advantage=config.advantage,
             scale=config.normalize_advantage or _default_scale(config.advantage),
@@ -50,6 +53,7 @@ class AdvantageConfig:
             loss_length=config.loss_length,
             filter_overlong=config.overlong.filter,
             keep_without_signal=config.regularises or config.has_critic,
+            distill=distill,
         )
 
     @property

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roll_flash.errors import LearnerError
+from roll_flash.learner.losses.advantages import discounted_returns
 from roll_flash.learner.losses.token_advantages import AdvantageConfig, turn_advantages
 from roll_flash.learner.packing.rows import TrainSequence
 from roll_flash.stream.blocks import EXPERTS, TokenArrays
@@ -39,16 +40,23 @@ class PlannedTrajectory:
     episode_id: str = ""
     rewards: tuple[float, ...] = ()
     """With a critic: reward of each turn of the first sample; the last one has what stages added to the episode's."""
+    teacher_terms: NDArray[np.float64] | None = None
+    """What a teacher adds to the advantages of the policy tokens of all samples, not discounted; None without one."""
+    teacher_discount: float = 0.0
 
     def sequences(self, arrays: TokenArrays, *, by_turn: bool = False) -> list[TrainSequence]:
         """Return one sequence per sample. Branches get the advantage of the first sample's last policy token; with a
         critic, the reward of the whole episode at their end. `by_turn`: see `value_places`."""
-        first, *branches = arrays.samples()
-        advantages = self._spread(len(first["token_ids"]), arrays.turn_spans)
-        found = [self._sequence(first, advantages)]
+        first, *branches = samples = arrays.samples()
+        advantages = [self._spread(len(first["token_ids"]), arrays.turn_spans)]
         if branches:
-            value = advantages[np.flatnonzero(first["policy_mask"])[-1]]
-            found += [self._sequence(each, np.full(len(each["token_ids"]), value, np.float32)) for each in branches]
+            value = advantages[0][np.flatnonzero(first["policy_mask"])[-1]]
+            advantages += [np.full(len(each["token_ids"]), value, np.float32) for each in branches]
+        if self.teacher_terms is not None:
+            masks = [sample["policy_mask"] for sample in samples]
+            terms = np.split(self.teacher_terms, np.cumsum([mask.sum() for mask in masks])[:-1])
+            advantages = [self._with_teacher(*each) for each in zip(advantages, masks, terms, strict=True)]
+        found = [self._sequence(*each) for each in zip(samples, advantages, strict=True)]
         found = [replace(each, name=(self.episode_id, sample)) for sample, each in enumerate(found)]
         if not self.rewards:
             return found
@@ -60,8 +68,16 @@ class PlannedTrajectory:
                 rewards=_placed(each.policy_mask, its_ends, its_rewards),
                 value_places=_value_places(each.policy_mask, sample["policy_mask"], by_turn=by_turn),
             )
-            for each, sample, its_ends, its_rewards in zip(found, (first, *branches), ends, rewards, strict=True)
+            for each, sample, its_ends, its_rewards in zip(found, samples, ends, rewards, strict=True)
         ]
+
+    def _with_teacher(
+        self, advantages: NDArray[np.float32], mask: NDArray[np.bool_], terms: NDArray[np.float64]
+    ) -> NDArray[np.float32]:
+        """Add the teacher's terms [policy tokens] of a sample to its advantages [T]."""
+        values = advantages.astype(np.float64)
+        values[mask] += discounted_returns(terms, self.teacher_discount) if self.teacher_discount else terms
+        return values.astype(np.float32)
 
     def _spread(self, length: int, turn_spans: Sequence[tuple[int, int]]) -> NDArray[np.float32]:
         if len(self.advantages) == 1:
@@ -157,9 +173,12 @@ def _prepare(
     for trajectory in valid:
         for sampled, tokens in trajectory.versions:
             staleness[version - sampled] += tokens
-    silent = not rules.has_critic and not any(
-        _has_advantage(one, values) for one, values in zip(valid, advantages, strict=True)
-    )
+    distill = rules.distill
+    if distill is not None:
+        advantages = [tuple(distill.reward_weight * value for value in values) for values in advantages]
+    pairs = zip(valid, advantages, strict=True)
+    has_advantage = any(_has_advantage(one, values) for one, values in pairs)
+    silent = distill is None and not rules.has_critic and not has_advantage
     if valid and silent:
         counts["groups_without_signal"] += 1
     computed = not silent or rules.keep_without_signal
@@ -174,6 +193,8 @@ def _prepare(
             prompt_length=trajectory.prompt_length,
             episode_id=trajectory.episode_id,
             rewards=_turn_rewards(trajectory) if rules.has_critic else (),
+            teacher_terms=None if distill is None else _teacher_terms(trajectory, distill.weight),
+            teacher_discount=0.0 if distill is None else distill.discount,
         )
         for trajectory, values in zip(valid, advantages, strict=True)
         if computed
@@ -225,6 +246,17 @@ def _value_places(mask: NDArray[np.bool_], sampled: NDArray[np.bool_], *, by_tur
         _, first, which = np.unique(turns, return_index=True, return_inverse=True)
         places[trained] = trained[first][which]
     return places
+
+
+def _teacher_terms(trajectory: FinishedEpisode, weight: float) -> NDArray[np.float64]:
+    """Return weight * (log pi_teacher - log mu) of each policy token. Raises LearnerError if one is missing."""
+    found = np.empty(0) if trajectory.teacher_log_ratios is None else trajectory.teacher_log_ratios
+    if len(found) != trajectory.policy_tokens:
+        raise LearnerError(
+            f"trajectory {trajectory.episode_id} has log-probabilities of a teacher for {len(found)} of its "
+            f"{trajectory.policy_tokens} policy tokens; was it trained before distill was set?"
+        )
+    return weight * found.astype(np.float64)
 
 
 def _arrays_only(data: Trajectory | StoredTrajectory | None) -> Trajectory | StoredTrajectory | None:

@@ -22,6 +22,7 @@ import ray.exceptions
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
+from roll_flash.config.sections.distill import DistillConfig
 from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.engines.inference import StagedWeights, WeightTransfer
 from roll_flash.engines.learner import StepResult
@@ -88,9 +89,11 @@ class FsdpLearner:
         transfer: WeightTransfer = "shm",
         max_length: int | None = None,
         steps: int | None = None,
+        distill: DistillConfig | None = None,
     ) -> None:
         """`max_length`: most tokens of a trajectory, for what ranks try on a GPU at their start; None: not known.
-        `steps`: those of the whole run, for a learning rate that decays."""
+        `steps`: those of the whole run, for a learning rate that decays. `distill`: how the terms of a teacher are
+        weighted; None: there is no teacher."""
         self._folder = Path(model_folder)
         self._config = config
         self._async_ratio = async_ratio
@@ -121,7 +124,7 @@ class FsdpLearner:
         """Maximum tokens of a packed row, by which trajectories are shared out."""
         self._version = 0
         self._skipped_in_a_row = 0
-        self._rules = AdvantageConfig.of(config)
+        self._rules = AdvantageConfig.of(config, distill)
         self._entropy = EntropyControl(config.entropy_bonus)
         self._begin_step()
 

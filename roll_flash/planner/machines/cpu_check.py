@@ -39,9 +39,9 @@ def check_cpu(config: Config, plan: Plan) -> list[str]:
         return []
     try:
         shape = read_shape(config.model.path, config.model.revision)
+        use, memory = _least(config, shape, counts), memory_bytes()
     except ModelError as error:
         return [f"not checked: {error}"]
-    use, memory = _least(config, shape, counts), memory_bytes()
     text = f"{shape.parameters / 1e6:,.1f} M parameters need at least {use.text()} of {memory / GIB:.1f} GiB"
     if use.total > memory:
         raise PlacementError(
@@ -52,7 +52,7 @@ def check_cpu(config: Config, plan: Plan) -> list[str]:
 
 
 def _least(config: Config, shape: ModelShape, counts: Counter[Kind]) -> MemoryUse:
-    """Bytes of what is there for the whole run. CPUs hold the learner's weights in float32."""
+    """Bytes of what is there for the whole run. CPUs hold the learner's weights in float32. Raises ModelError."""
     trained = trained_parameters(config.learner, shape) if counts["rank"] and config.learner.engine == "fsdp" else 0
     frozen = shape.parameters - trained if trained and config.learner.lora.rank else 0
     models = trained_models(config.learner)
@@ -65,6 +65,9 @@ def _least(config: Config, shape: ModelShape, counts: Counter[Kind]) -> MemoryUs
         "servers": counts["server"] * width * shape.parameters,
         "key-value caches": counts["server"] * cache,
     }
+    if counts["rank"] and config.distill is not None and (teacher := config.distill.teacher).model is not None:
+        weights = width * read_shape(teacher.model).parameters
+        parts["servers of the teacher"] = teacher.servers * (weights + cache)
     return MemoryUse({name: size for name, size in parts.items() if size})
 
 

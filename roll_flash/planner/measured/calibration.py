@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
+from roll_flash.config.sections.distill import TEACHER
 from roll_flash.config.tree import Config
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.monitor.episode_files.steps import removed_line
@@ -242,11 +243,12 @@ def _sandboxes(recording: Recording, *, leased_at_reset: bool) -> SandboxSpec | 
 
 
 def _scoring(recording: Recording) -> tuple[StageSpec, ...]:
-    found = []
-    for stage in recording.config.stages:
-        rows = recording.last(f"stages/{stage.name}/rows")
+    config, found = recording.config, []
+    teacher = {TEACHER: config.distill.workers} if config.distill else {}
+    for name, count in ({stage.name: stage.workers for stage in config.stages} | teacher).items():
+        rows = recording.last(f"stages/{name}/rows")
         if rows:
-            found.append(StageSpec(stage.workers, recording.last(f"stages/{stage.name}/seconds") / rows))
+            found.append(StageSpec(count, recording.last(f"stages/{name}/seconds") / rows))
     return tuple(found)
 
 
