@@ -21,7 +21,7 @@ from roll_flash.envs.agents.presets import AGENTS_IMAGE
 from roll_flash.envs.base import SandboxEnv
 from roll_flash.envs.datasets.columns import task_arguments
 from roll_flash.envs.hosting.environments import is_deterministic
-from roll_flash.envs.tools.mcp.connections import MAX_ANSWER_BYTES
+from roll_flash.envs.tools.mcp.connections import MAX_ANSWER_BYTES, PART_BYTES
 from roll_flash.errors import ConfigError, EnvError
 from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxSpec, open_sandbox
 
@@ -460,7 +460,7 @@ def test_a_server_outside_that_fails_is_no_sample(status: int) -> None:
     [
         ("<html>", "text/html", "it answered neither with a result nor with an error"),
         ("", "application/json", "it answered neither with a result nor with an error"),
-        ("[" * 100_000, "application/json", "it answered neither with a result nor with an error"),
+        ("[" * 50_000, "application/json", "it answered neither with a result nor with an error"),
     ],
 )
 def test_a_server_outside_that_speaks_nonsense_is_no_sample(text: str, kind: str, says: str) -> None:
@@ -491,18 +491,42 @@ def test_what_a_call_causes_outside_is_told() -> None:
     async def flood(request: web.Request) -> web.StreamResponse:
         return web.Response(text="data: x\n\n" + "y" * (MAX_ANSWER_BYTES + 1), content_type="text/event-stream")
 
+    async def brackets(request: web.Request) -> web.StreamResponse:
+        return web.Response(text=f"[{'[],' * (MAX_ANSWER_BYTES // PART_BYTES)}0]", content_type="application/json")
+
     async def refuse(request: web.Request) -> web.StreamResponse:
         return web.Response(status=422)
 
+    async def refuse_unread(request: web.Request) -> web.StreamResponse:
+        error = {"code": -32700, "message": "an argument is too large"}
+        return web.json_response({"jsonrpc": "2.0", "id": None, "error": error})
+
     outside = Outside()
-    answers = iter([flood, refuse])
+    answers = iter([flood, brackets, refuse, refuse_unread])
 
     async def next_answer(request: web.Request) -> web.StreamResponse:
         return await next(answers)(request)
 
     outside.result = next_answer
-    steps = play_outside(outside, call("look"), call("look"), "done")
+    steps = play_outside(outside, *[call("look")] * 4, "done")
     assert "Error: it sent more than 8 MiB" in steps[0][0]
-    assert "Error: it answered with HTTP status 422" in steps[1][0]
-    assert steps[2][2]
-    assert steps[2][3]["tools"]["look"]["errors"] == 2
+    assert "Error: it sent more than 8 MiB, or very many lines or brackets" in steps[1][0]
+    assert "Error: it answered with HTTP status 422" in steps[2][0]
+    assert "Error: an argument is too large" in steps[3][0]
+    assert steps[4][2]
+    assert steps[4][3]["tools"]["look"]["errors"] == 4
+
+
+def test_the_id_of_a_session_is_sent_back_only_if_it_can_be() -> None:
+    async def begin(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        body = json.dumps({"id": 1, "result": {"protocolVersion": "2025-06-18"}}).encode()
+        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nMcp-Session-Id: a\x01b\r\n\r\n"
+        request.transport.write(head.encode() + body)
+        request.transport.close()
+        return web.Response()
+
+    outside = Outside()
+    outside.handle = begin  # type: ignore[method-assign]
+    with pytest.raises(EnvError, match="MCP server out: its Mcp-Session-Id is not made of visible ASCII"):
+        play_outside(outside)

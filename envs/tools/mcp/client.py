@@ -82,7 +82,7 @@ class McpClient:
                 match _parsed(text):
                     case {"id": self._number, "result": dict(result)}:
                         return result
-                    case {"id": self._number, "error": {"message": str(said)}}:
+                    case {"id": self._number | None, "error": {"message": str(said)}}:  # None: it could not read ours
                         raise ToolError(said)
                     case {"id": int() | str() as number, "method": method}:  # it may ask if we are there, no more
                         refusal = {"error": {"code": -32601, "message": "not supported by this client"}}

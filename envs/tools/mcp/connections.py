@@ -11,6 +11,7 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import re
 import socket
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -24,8 +25,9 @@ from roll_flash.sandboxes.network.egress import may_reach
 
 logger = logging.getLogger("roll_flash.envs")
 
-MAX_ANSWER_BYTES, LINE_BYTES = 8 << 20, 100
-"""Most that a server may send while one request waits, each line counted as LINE_BYTES more."""
+MAX_ANSWER_BYTES, PART_BYTES = 8 << 20, 100
+"""Most that a server may send while one request waits. Each line, and each bracket that begins a list or an object of
+JSON, counts as PART_BYTES more: reading them takes the time of so many bytes of text, or longer."""
 STDERR_BYTES = 300
 CONNECT_S, CLOSE_S = 20.0, 3.0
 FAILED_STATUS = frozenset({401, 404, 408, 429})
@@ -113,6 +115,8 @@ class HttpConnection:
                     moved = answer.headers.get("Location", "")[:200]
                     raise (ToolError if refused else ServerLostError)(f"it answered with HTTP status {status} {moved}")
                 if (session := answer.headers.get("Mcp-Session-Id")) is not None:
+                    if re.fullmatch("[!-~]+", session) is None:  # as MCP requires; others may be no header to send
+                        raise ServerLostError("its Mcp-Session-Id is not made of visible ASCII characters")
                     self.headers.setdefault("Mcp-Session-Id", session)
                 is_events, lines, data = answer.content_type == "text/event-stream", _Lines(ToolError), list[bytes]()
                 async for chunk in answer.content.iter_any():
@@ -153,9 +157,10 @@ class _Lines:
     def feed(self, data: bytes, size: int) -> list[bytes]:
         """Return the lines that `data` completes, without their end. `size` counts, also for other data."""
         *ended, rest = data.split(b"\n")
-        self.left -= size + LINE_BYTES * len(ended)
+        self.left -= size + PART_BYTES * (len(ended) + data.count(b"[") + data.count(b"{"))
         if self.left < 0:
-            raise self._error(f"it sent more than {MAX_ANSWER_BYTES >> 20} MiB, or very many lines, for one request")
+            limit = f"{MAX_ANSWER_BYTES >> 20} MiB, or very many lines or brackets"
+            raise self._error(f"it sent more than {limit}, for one request")
         if ended:
             ended[0] = bytes(self.begun + ended[0])
             self.begun.clear()
