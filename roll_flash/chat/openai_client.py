@@ -96,7 +96,7 @@ def api_key_from(name: str | None) -> str | None:
     """Return the key in the environment variable `name`; None if `name` is None. Raises ConfigError if not set."""
     if name is None:
         return None
-    key = os.environ.get(name)
+    key = os.environ.get(name, "").strip()  # a file's last line end may have come along
     if not key:
         raise ConfigError(f"the environment variable {name} is not set; put the endpoint's key into it")
     return key

@@ -80,9 +80,12 @@ def read_turns(folder: Path) -> tuple[TurnBook, str]:
 
 
 def _records_of(file: BinaryIO) -> Iterator[bytes | None]:
-    """Yield the records up to the first that is cut short; None for one that is damaged."""
+    """Yield the records up to the first that is cut short or empty; None for one that is damaged."""
     while head := file.read(FRAME.size):
-        length, checksum = FRAME.unpack(head) if len(head) == FRAME.size else (0, None)
+        length, checksum = FRAME.unpack(head) if len(head) == FRAME.size else (0, 0)
+        if not length:  # no turn is empty: zeros, which a file system may leave after a loss of power
+            yield None
+            return
         record = file.read(min(length, MAX_LINE_BYTES))
         yield record if len(record) == length and crc32(record) == checksum else None
 

@@ -22,6 +22,7 @@ LISTS = {
     "rather-many": [{**TOOLS[0], "name": f"add{number}"} for number in range(200)],
     "nested": [{"name": "add", "inputSchema": NESTED}],
     "large": [{"name": "add", "inputSchema": {"description": "x" * 30_000}}],
+    "wide": [{"name": "add", "inputSchema": {"properties": {str(number): True for number in range(200)}}}],
     "nameless": [{"inputSchema": NUMBERS}],
     "twice": [TOOLS[0], TOOLS[0]],
     "no-object": [{"name": "add", "inputSchema": {"properties": ["a"]}}],

@@ -254,6 +254,7 @@ def test_a_name_has_that_of_its_server_before_it_if_it_would_not_be_the_only_one
         ("pages", "or more than 100 pages"),
         ("nested", "nested too deep"),
         ("large", "has more than 20000 characters"),
+        ("wide", "has more than 128 arguments"),
         ("nameless", "an entry in its list has no name"),
         ("twice", "two tools are named desk_add"),
         ("no-object", "is none of an object"),
@@ -444,7 +445,7 @@ def test_a_name_leads_only_to_addresses_that_the_list_permits() -> None:
     assert outside.seen == []
 
 
-@pytest.mark.parametrize("status", [401, 404, 429, 500, 503, 307])
+@pytest.mark.parametrize("status", [401, 404, 429, 502, 503, 307])
 def test_a_server_outside_that_fails_is_no_sample(status: int) -> None:
     async def fail(request: web.Request) -> web.StreamResponse:
         return web.Response(status=status)
@@ -497,24 +498,28 @@ def test_what_a_call_causes_outside_is_told() -> None:
     async def refuse(request: web.Request) -> web.StreamResponse:
         return web.Response(status=422)
 
+    async def break_down(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=500)
+
     async def refuse_unread(request: web.Request) -> web.StreamResponse:
         error = {"code": -32700, "message": "an argument is too large"}
         return web.json_response({"jsonrpc": "2.0", "id": None, "error": error})
 
     outside = Outside()
-    answers = iter([flood, brackets, refuse, refuse_unread])
+    answers = iter([flood, brackets, refuse, refuse_unread, break_down])
 
     async def next_answer(request: web.Request) -> web.StreamResponse:
         return await next(answers)(request)
 
     outside.result = next_answer
-    steps = play_outside(outside, *[call("look")] * 4, "done")
+    steps = play_outside(outside, *[call("look")] * 5, "done")
     assert "Error: it sent more than 8 MiB" in steps[0][0]
     assert "Error: it sent more than 8 MiB, or very many lines or brackets" in steps[1][0]
     assert "Error: it answered with HTTP status 422" in steps[2][0]
     assert "Error: an argument is too large" in steps[3][0]
-    assert steps[4][2]
-    assert steps[4][3]["tools"]["look"]["errors"] == 4
+    assert "Error: it answered with HTTP status 500" in steps[4][0]
+    assert steps[5][2]
+    assert steps[5][3]["tools"]["look"]["errors"] == 5
 
 
 def test_the_id_of_a_session_is_sent_back_only_if_it_can_be() -> None:

@@ -88,7 +88,16 @@ def test_each_system_gets_every_finite_value_and_the_summarys_numbers(tmp_path: 
     log.log(1, LINE)
     log.log(2, {"reward": 1.0})
     log.close()
-    exports.finish({"steps": 2, "books": {"trained": 4, "balance": True}, "plot": None, "name": "x", "bad": math.inf})
+    exports.finish(
+        {
+            "steps": 2,
+            "books": {"trained": 4, "balance": True},
+            "plot": None,
+            "name": "x",
+            "bad": math.inf,
+            "huge": 10**400,
+        }
+    )
     exports.close()
     first = {"reward": 0.5, "idle/learner": 0.25, "rewards/a.b": 1.0, "metrics/not_finite": 1.0, "step": 1.0}
     assert one.points == other.points == [(1, first), (2, {"reward": 1.0, "step": 2.0})]

@@ -208,6 +208,10 @@ def cut(content: bytearray) -> None:
     del content[-5:]
 
 
+def zeros(content: bytearray) -> None:
+    content.extend(bytes(1 << 20))
+
+
 FIRST = len(HEAD)
 DAMAGES: dict[str, tuple[Callable[[bytearray], None], dict[str, int], str]] = {
     "cut in the last record": (cut, {"a": 2, "b": 1, "c": 1}, "damaged in 1 places"),
@@ -215,6 +219,7 @@ DAMAGES: dict[str, tuple[Callable[[bytearray], None], dict[str, int], str]] = {
     "a flipped bit in its checksum": (flipped(FIRST + 4), {"b": 1, "c": 1}, "damaged in 1 places"),
     "a length beyond the end": (flipped(FIRST + 2), {}, "damaged in 1 places"),
     "a length beyond all memory": (flipped(FIRST + 3, 0x80), {}, "damaged in 1 places"),
+    "zeros after the end": (zeros, {"a": 3, "b": 1, "c": 1}, "damaged in 1 places"),
     "another version": (flipped(FIRST - 2, 3), {}, "of another version"),
 }
 

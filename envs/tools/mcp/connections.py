@@ -30,8 +30,9 @@ MAX_ANSWER_BYTES, PART_BYTES = 8 << 20, 100
 JSON, counts as PART_BYTES more: reading them takes the time of so many bytes of text, or longer."""
 STDERR_BYTES = 300
 CONNECT_S, CLOSE_S = 20.0, 3.0
-FAILED_STATUS = frozenset({401, 404, 408, 429})
-"""HTTP statuses below 500 with which a server has failed; with the others of 4xx it refuses one request."""
+FAILED_STATUS = frozenset({401, 404, 408, 429, 502, 503, 504})
+"""HTTP statuses with which a server, or what stands before it, has failed. With others from 400 on one request has: a
+model can cause them, by the arguments of a call."""
 
 
 class ServerLostError(Exception):
@@ -111,7 +112,7 @@ class HttpConnection:
         try:
             async with self._http.post(self._url, data=message, headers=self.headers, allow_redirects=False) as answer:
                 if not 200 <= (status := answer.status) < 300:
-                    refused = 400 <= status < 500 and status not in FAILED_STATUS
+                    refused = status >= 400 and status not in FAILED_STATUS
                     moved = answer.headers.get("Location", "")[:200]
                     raise (ToolError if refused else ServerLostError)(f"it answered with HTTP status {status} {moved}")
                 if (session := answer.headers.get("Mcp-Session-Id")) is not None:

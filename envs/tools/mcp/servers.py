@@ -35,6 +35,8 @@ START_S = 60.0
 """Seconds in which all servers of an episode must have started and listed their tools."""
 MAX_TOOLS = 128
 """Tools of one server that a model is shown; `tools` chooses among more."""
+MAX_PROPERTIES = 128
+"""Arguments of one tool."""
 MAX_NAME, MAX_DESCRIPTION, MAX_SCHEMA = 64, 4_000, 20_000
 """Characters of a tool's name, description and JSON schema."""
 _TYPES = {
@@ -185,7 +187,7 @@ def _make_tool(label: str, server: McpServer, client: McpClient, entry: Any) -> 
         try:
             return await client.call(name, arguments)
         except ServerLostError as error:
-            if server.url is not None:  # the model cannot break what is outside of its sandbox
+            if server.url is not None:  # most likely not of the model's doing
                 raise EnvError(f"{label}: {error}") from None
             raise ToolError(f"the server of this tool cannot be used any more: {error}") from None
 
@@ -207,9 +209,12 @@ def _validator_of(name: str, schema: Mapping[str, Any]) -> Callable[[Mapping[str
     properties, required = schema["properties"], schema["required"]
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise ToolError(f"the schema of its tool {name:.64} is none of an object")
+    if len(properties) > MAX_PROPERTIES:
+        raise ToolError(f"its tool {name:.64} has more than {MAX_PROPERTIES} arguments; choose others with `tools`")
+    needed = {key for key in required if isinstance(key, str)}
     kinds = {key: str(part.get("type")) if isinstance(part, dict) else "" for key, part in properties.items()}
     fields = {
-        key: core_schema.typed_dict_field(_TYPES.get(kind, core_schema.any_schema()), required=key in required)
+        key: core_schema.typed_dict_field(_TYPES.get(kind, core_schema.any_schema()), required=key in needed)
         for key, kind in kinds.items()
     }
     extra: Any = "forbid" if schema.get("additionalProperties") is False else "allow"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -61,9 +62,10 @@ class Exports:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Note the summary of a run that is complete, for `close`."""
         found = dict(leaves(summary, "summary", "/"))
-        numbers = {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+        numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
+        largest = sys.float_info.max  # also says no to nan, and to integers that float does not hold
         for thread in self._threads:
-            thread.summary = {name: value for name, value in numbers.items() if math.isfinite(value)}
+            thread.summary = {name: float(value) for name, value in numbers.items() if -largest <= value <= largest}
 
     def close(self) -> None:
         """Send what waits, and end within CLOSES_WITHIN_S in any case."""
