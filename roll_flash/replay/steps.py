@@ -7,7 +7,6 @@ bit by bit on a CPU; on GPUs sums are rounded in another order.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from roll_flash.resume import restore_learner
 from roll_flash.run.journal import journal_files
 from roll_flash.run.run_dir import Checkpoint, list_checkpoints, require_undamaged
 from roll_flash.run.verify import SHOWN, Finding
+from roll_flash.sandboxes.scratch import scratch_folder
 from roll_flash.system import open_models
 
 
@@ -38,8 +38,8 @@ def repeat_steps(folder: Path, note: Callable[[str], None]) -> Finding:
         require_undamaged(first.state)
     model_folder = resolve_model(config.model.path, config.model.revision)
     learner = open_learner(config, model_folder=model_folder)
-    with tempfile.TemporaryDirectory(prefix="roll-flash-repeat-") as name:
-        repeated = Path(name) / "hf"
+    with scratch_folder("repeat") as scratch:
+        repeated = scratch / "hf"
         run_to_end(_train_again(config, folder, first, last.step, model_folder, learner, repeated, note))
         differences = compare_models(last.hf, repeated)
     begin = f"checkpoint {first.step}" if first is not None else "the model"

@@ -66,12 +66,11 @@ def test_what_does_not_fit_a_server_is_dropped(served: Served) -> None:
     assert counts["dropped_teacher_too_long"] == 1
 
 
+@pytest.mark.parametrize("served", [pytest.param("vllm", marks=pytest.mark.vllm)], indirect=True)
 def test_an_endpoint_of_vllm_says_the_same_and_has_the_tokenizer_compared(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = served.engine.client_spec()
-    if spec.engine != "vllm":
-        pytest.skip("only vLLM has the routes of an endpoint")
     monkeypatch.setenv(KEY_VARIABLE, spec.key)
     where = {"base_url": f"{spec.endpoints[0]}/v1", "api_key_env": KEY_VARIABLE}
     trajectory, long, longer = (played(served, text) for text in ("over HTTP", "x" * MAX_MODEL_LEN, "x" * 600))

@@ -222,6 +222,7 @@ class Run:
                 trained_tasks=SimpleNamespace(add=lambda step, trajectories: None, hashes=set()),
                 checkpoints=checkpoints,
                 episode_space=SimpleNamespace(metrics=dict, step_ended=lambda version: None),
+                stages=SimpleNamespace(take_timeline=list),
                 usage_metrics=self._nothing,
                 before_first_step=self._nothing,
             )

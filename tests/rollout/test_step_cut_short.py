@@ -130,6 +130,7 @@ async def cut_short(where: str, on_step: OnStep | None = None) -> tuple[Kept, Ro
             trained_tasks=kept,
             checkpoints=kept,
             episode_space=SimpleNamespace(metrics=dict, step_ended=lambda version: None),
+            stages=SimpleNamespace(take_timeline=list),
             usage_metrics=usage,
         )
         said = SimpleNamespace(note=lambda text: None, status=lambda text: None, step=lambda *of_step: None)
