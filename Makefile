@@ -54,7 +54,7 @@ test: agents-image model browser ## set everything up, run the tests, those of t
 	@$(BIN)/python -m pytest -n $(PROCESSES)
 	@$(MAKE) --no-print-directory test-adapters
 
-test-nightly: agents-image model browser ## run the tests that are too long for each change, and each benchmark briefly
+test-nightly: agents-image model browser $(ADAPTERS)/installed ## run the tests that are too long for each change, and each benchmark briefly
 	@$(BIN)/python -m pytest -m nightly tests
 	@$(BIN)/python benchmarks/all.py --quick
 
@@ -65,7 +65,7 @@ $(ADAPTERS)/installed: $(ADAPTERS_PINS) | $(STAMP)
 	@sh requirements/install_adapters.sh "$(VENV)" "$(ADAPTERS)"
 	@touch $@
 
-benchmarks: agents-image model ## regenerate all of benchmarks/results and mark what changed (hours, on a quiet machine)
+benchmarks: agents-image model $(ADAPTERS)/installed ## regenerate all of benchmarks/results and mark what changed (hours, on a quiet machine)
 	@$(BIN)/python benchmarks/all.py
 
 report: benchmarks ## the same, and write docs/report.md: claims, and what was measured

@@ -26,6 +26,8 @@ from machine import machine
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
+ADAPTERS = HERE.parent / ".venv-adapters/bin/python"
+"""Made by `make test-adapters`, and for `make benchmarks` and `make test-nightly`."""
 MOVED = 0.1
 LONGEST_S = 4 * 3600.0
 
@@ -40,6 +42,8 @@ class Benchmark:
     has_quick: bool = True
     full: tuple[str, ...] = ()
     """Arguments of a run that is not quick."""
+    needs_adapters: bool = False
+    """It runs in the environment of the adapters' tests, which has the packages that it measures."""
     entry: str = ""
     """Where the result goes in a file that keeps those of several machines; others are left as they are."""
 
@@ -66,7 +70,7 @@ BENCHMARKS = [
     Benchmark("dashboard", ("dashboard.py",)),
     Benchmark("monitoring", ("monitoring.py",)),
     Benchmark("journal", ("monitoring.py", "--of", "journal")),
-    Benchmark("exporters", ("exporters.py",)),  # in the environment of the adapters' tests
+    Benchmark("exporters", ("exporters.py",), needs_adapters=True),
     Benchmark("long_run", ("long_run.py",)),
     Benchmark("fault_cost", ("fault_cost.py",)),
     Benchmark("gateway", ("gateway.py",), writes=False),
@@ -86,7 +90,7 @@ BENCHMARKS = [
     ),
     Benchmark("load", ("load.py",), writes=False),
     Benchmark("long_rows", ("long_rows.py",)),
-    Benchmark("textworld", ("textworld.py",)),  # in the environment of the adapters' tests
+    Benchmark("textworld", ("textworld.py",), needs_adapters=True),
     Benchmark("bfcl", ("bfcl.py",), writes=False),
     Benchmark("agents", ("agents.py",), writes=False),
     Benchmark("plan", ("plan.py",)),
@@ -105,7 +109,8 @@ class Change:
 
 def run(benchmark: Benchmark, quick: bool) -> str | None:
     """Why it failed, or None."""
-    command = [sys.executable, str(HERE / benchmark.arguments[0]), *benchmark.arguments[1:]]
+    python = str(ADAPTERS) if benchmark.needs_adapters else sys.executable
+    command = [python, str(HERE / benchmark.arguments[0]), *benchmark.arguments[1:]]
     command += ["--quick"] if quick else benchmark.full
     command += [] if benchmark.writes else ["--json"]
     try:

@@ -1,4 +1,4 @@
-"""Limits the second moment of a step's log-ratios: the rule of M2PO, arXiv 2510.01161, algorithm 1.
+"""Limits the second moment of a step's log-ratios: M2PO (arXiv 2510.01161), after its public implementations.
 
 With rho = pi_prox / pi_behaviour, a token is *outward* if its gradient moves the policy further away from the one that
 sampled it: A > 0 and rho > 1, or A < 0 and rho < 1, where PPO would clip. The outward tokens with the largest
