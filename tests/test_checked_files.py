@@ -252,10 +252,17 @@ def test_turns_that_no_worker_wrote_are_left_out(change: dict[str, Any], tmp_pat
     assert ("damaged in 1 places" in line) == (is_next_turn or change["index"] < 0)
 
 
-@pytest.mark.parametrize("record", [b"", b"\x91" * 100_000, b"\xda\x00\x02\xff\xff", b"\xdd\xff\xff\xff\xff"])
+@pytest.mark.parametrize("record", [b"\x91" * 100_000, b"\xda\x00\x02\xff\xff", b"\xdd\xff\xff\xff\xff"])
 def test_what_is_no_record_of_a_turn_is_left_out(record: bytes, tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(HEAD + framed(record) + turn_record("b", 0))
     assert set(read_turns(tmp_path)[0].versions()) == {"b"}
+
+
+def test_after_zeros_as_a_loss_of_power_leaves_them_no_turn_is_read(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(HEAD + turn_record("a", 0) + framed(b"") + turn_record("b", 0))
+    book, line = read_turns(tmp_path)
+    assert set(book.versions()) == {"a"}
+    assert "damaged in 1 places" in line
 
 
 @pytest.mark.parametrize(

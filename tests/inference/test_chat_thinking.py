@@ -139,11 +139,14 @@ def require_trained_as_served(served: Served, recorded: Recorded, samples: list[
 
 def said_and_thought(messages: Sequence[Message]) -> list[Message]:
     """As a client of a chat API keeps them."""
-    parts = [split_thinking(message["content"] if message["role"] == "assistant" else "") for message in messages]
-    return [
-        message | {"reasoning_content": thought, "content": said.strip()} if thought else message
-        for message, (thought, said) in zip(messages, parts, strict=True)
-    ]
+    kept: list[Message] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            thought, said = split_thinking(message["content"])
+            kept.append(message | ({"content": said.strip(), "reasoning_content": thought} if thought else {"content": said}))
+        else:
+            kept.append(message)
+    return kept
 
 
 @pytest.mark.parametrize("style", TEMPLATES)
