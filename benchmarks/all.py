@@ -95,6 +95,7 @@ BENCHMARKS = [
     Benchmark("agents", ("agents.py",), writes=False),
     Benchmark("plan", ("plan.py",)),
     Benchmark("quickstart", ("quickstart.py",)),
+    Benchmark("algorithms", ("algorithms.py",)),
     Benchmark("own_data", ("own_data.py",)),
     Benchmark("end_to_end", ("end_to_end.py",), has_quick=False),
 ]

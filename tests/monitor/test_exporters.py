@@ -51,6 +51,7 @@ class Recorder:
     has_begun: threading.Event = field(default_factory=threading.Event)
     newest: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
     summary: Any = "not closed"
+    close_error: BaseException | None = None
 
     def open(self) -> None:
         if self.opens and (error := self.opens.pop(0)) is not None:
@@ -70,6 +71,8 @@ class Recorder:
 
     def close(self, summary: Any) -> None:
         self.summary = summary
+        if self.close_error is not None:
+            raise self.close_error
 
 
 def ready(**fields: Any) -> Recorder:
@@ -185,6 +188,14 @@ def test_one_that_never_opened_is_not_closed() -> None:
     system = ready(opens=[OSError("away")])
     Exports({"it": system}, lambda _: None).close()
     assert system.summary == "not closed"
+
+
+def test_a_failure_at_the_end_is_said_after_others() -> None:
+    system, notes = ready(error=OSError("busy"), close_error=OSError("disk full")), list[str]()
+    exports = Exports({"it": system}, notes.append)
+    exports.log(1, 0.0, {"reward": 1.0})
+    exports.close()
+    assert [("busy" in note, "disk full" in note) for note in notes] == [(True, False), (False, True), (False, False)]
 
 
 # The config

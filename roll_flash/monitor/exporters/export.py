@@ -108,6 +108,7 @@ class _Export(threading.Thread):
             self._try(1, self._open, partial(self._exporter.log, *point))
             self._settled += 1
         if self._is_open:
+            self._is_known = False  # a failure at the end is said even after others
             self._try(0, partial(self._exporter.close, self.summary))
 
     def _open(self) -> None:
@@ -123,7 +124,7 @@ class _Export(threading.Thread):
             self._lose(points, without_secrets(f"{type(error).__name__}: {first_line(error)}"))
 
     def _lose(self, points: int, reason: str) -> None:
-        """Count lost points, and say the first reason."""
+        """Count lost points, and say the first reason of the run, and that of its end."""
         with self._lock:
             is_first, self._is_known = not self._is_known, True
             self.dropped += points
