@@ -143,7 +143,8 @@ def said_and_thought(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         if message["role"] == "assistant":
             thought, said = split_thinking(message["content"])
-            kept.append(message | ({"content": said.strip(), "reasoning_content": thought} if thought else {"content": said}))
+            parts = {"content": said.strip(), "reasoning_content": thought} if thought else {"content": said}
+            kept.append(message | parts)
         else:
             kept.append(message)
     return kept
