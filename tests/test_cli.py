@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.exceptions import OutOfMemoryError
 from typer.main import get_command
 
 from roll_flash import __version__
@@ -335,6 +336,7 @@ def test_a_finished_run_ends_with_its_summary(
         (ConfigError("that cannot be"), 2, "roll-flash: that cannot be"),
         (ValueError("two\nlines"), 1, "internal error: ValueError: two lines; run again with --debug"),
         (ValueError("x" * 9000 + " the cause"), 1, "xxx the cause; run again"),
+        (OutOfMemoryError("2 worker(s) were killed\n" + 900 * "x"), 1, "roll-flash: the memory of a node is full"),
         (KeyboardInterrupt(), 130, "interrupted; no checkpoint was written yet"),
     ],
 )

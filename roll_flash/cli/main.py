@@ -29,6 +29,10 @@ from roll_flash.terminal import one_line, progress_bars_on_terminals_only, say
 
 PROGRAM = "roll-flash"
 USAGE_ERROR, INTERRUPTED = 2, 130
+NO_MEMORY = (
+    "the memory of a node is full: Ray ended processes of this command; end other programs there, or make the run "
+    "smaller (inference.servers, rollout.workers, learner.ranks; see docs/errors.md)"
+)
 EVERY_KEY = "docs/config.md lists every key of a config; python -m roll_flash.config.reference prints it."
 COMPLETION = "_ROLL_FLASH_COMPLETE"
 """Variable set by the shell's completion script, which typer installs."""
@@ -126,6 +130,8 @@ def _explain(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
             message, code = "interrupted", INTERRUPTED
         case RollFlashError():
             message, code = _with_page(error), error.exit_code
+        case _ if type(error).__module__ == "ray.exceptions" and type(error).__name__ == "OutOfMemoryError":
+            message, code = NO_MEMORY, 1
         case _:
             text = f"internal error: {type(error).__name__}: {_shortened(str(error))}"
             message, code = f"{text}; run again with --debug for the traceback", 1
