@@ -9,6 +9,7 @@
 #include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sched.h>
 #include <signal.h>
 #include <stddef.h>
 #include <stdio.h>
@@ -203,11 +204,15 @@ static void limit_socket_options(void) {
 static void refuse_namespaces(void) {
     if_equal(SYS_clone3, 1);
     give(fail_with(ENOSYS));
-    if_equal(SYS_clone, 4);
+    unsigned short begin = begin_if(SYS_clone);
     load(offsetof(struct seccomp_data, args[0]));
     rule(BPF_JMP | BPF_JSET | BPF_K, CLONE_NAMESPACES, 0, 1);
     give(fail_with(EPERM));
+    rule(BPF_ALU | BPF_AND | BPF_K, CLONE_FILES | CLONE_THREAD, 0, 0);
+    if_equal(CLONE_FILES, 1); /* locks of a process that ends would stay with another one: members.c counts them */
+    give(fail_with(EPERM));
     give(SECCOMP_RET_ALLOW);
+    end_if(begin);
 }
 
 /* New commands inherit the agent's limits and priorities, and a changed limit could end the agent. */
@@ -222,7 +227,7 @@ static void keep_agent_as_it_is(void) {
     refuse_with(SYS_ioprio_set, 0, IOPRIO_USER);
 }
 
-/* True for root of the machine itself, whose few inotify instances are needed by the machine's services. */
+/* True for root of the machine itself, whose services need what it has. */
 static bool is_host_root(void) {
     unsigned int inside, outside, count;
     FILE *map = geteuid() == 0 ? fopen("/proc/self/uid_map", "re") : NULL;
@@ -232,7 +237,10 @@ static bool is_host_root(void) {
     return same;
 }
 
-static void refuse_inotify(void) {
+/* What the kernel counts per user: root of a sandbox would take it from the machine's root and from other sandboxes. */
+static void refuse_what_root_shares(void) {
+    if_equal(SYS_mq_open, 1);
+    give(fail_with(EMFILE));
 #if defined(__x86_64__)
     if_equal(SYS_inotify_init, 1);
     give(fail_with(EMFILE));
@@ -250,10 +258,12 @@ void confine(void) {
     keep_agent_as_it_is();
     refuse_with(SYS_fcntl, 1, F_SETLEASE); /* an open of a leased file blocks: the agent would block for 45 s */
     refuse_with(SYS_fcntl, 1, SET_DELEGATION);
+    refuse_with(SYS_fcntl, 1, F_OFD_SETLK); /* members.c counts locks by their processes */
+    refuse_with(SYS_fcntl, 1, F_OFD_SETLKW);
     refuse_with_both(SYS_fcntl, 1, F_SETSIG, SIGCONT); /* a socket could send it to a stopped process: see members.c */
     refuse_with_both(SYS_fcntl, 1, F_SETSIG, SIGKILL);
     for (size_t i = 0; i < sizeof loading_ioctls / sizeof *loading_ioctls; i++) refuse_with(SYS_ioctl, 1, (uint32_t)loading_ioctls[i]);
-    if (is_host_root()) refuse_inotify();
+    if (is_host_root()) refuse_what_root_shares();
     refuse_huge_pages();
     limit_sockets(SYS_socket);
     limit_sockets(SYS_socketpair);

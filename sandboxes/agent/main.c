@@ -78,8 +78,20 @@ static int prepare(void) {
     return signals;
 }
 
+enum { LOOK_EVERY_US = 1000000 };
+static int64_t look_us; /* when locks are counted; 0 while there are no processes */
+
+/* Counting takes 10 ms, in which the kernel waits for all processors: short commands never wait for it. */
+static void look_at_locks(void) {
+    bool is_due = look_us && now_us() >= look_us;
+    if (is_due) members_limit_locks();
+    if (!members_exist()) look_us = 0;
+    else if (is_due || !look_us) look_us = now_us() + LOOK_EVERY_US;
+}
+
 static int wait_ms(void) {
     int64_t deadline = commands_deadline();
+    if (look_us && (!deadline || look_us < deadline)) deadline = look_us;
     if (files_waiting() || (may_dispatch() && (wire_waits() || commands_wait()))) return 0;
     if (!deadline) return -1;
     int64_t left = deadline - now_us();
@@ -105,6 +117,7 @@ static void loop(int signals) {
         if (entries[0].revents) wire_read();
         dispatch_all();
         commands_tick();
+        look_at_locks();
         files_pump();
         wire_flush();
     }

@@ -203,9 +203,39 @@ static int take_rights(void) {  // a descriptor that is on its way, and that nob
     return (int)sendmsg(ends[0], &message, MSG_DONTWAIT);
 }
 
+static int take_queue(void) {
+    static int number;
+    char name[32];
+    snprintf(name, sizeof name, "queue%d", number++);
+    return (int)syscall(SYS_mq_open, name, O_RDWR | O_CREAT, 0600, NULL);
+}
+
+static long take_locks(long most) {  // of a few hundred bytes in each of many files
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_len = 1};
+    char name[32];
+    long taken = 0;
+    for (int number = 0; taken < most; number++) {
+        snprintf(name, sizeof name, "/tmp/locked%d", number);
+        int fd = open(name, O_RDWR | O_CREAT, 0600);
+        if (fd < 0) break;
+        for (lock.l_start = 600; lock.l_start > 0 && taken < most; lock.l_start -= 2, taken++)
+            if (fcntl(fd, F_SETLK, &lock) < 0) return -1;
+    }
+    printf("%ld\n", taken);
+    fflush(stdout);
+    sleep(4);
+    return 0;
+}
+
+static long lock_open_file(void) {
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_len = 1};
+    return fcntl(open("/tmp/locked", O_RDWR | O_CREAT, 0600), F_OFD_SETLK, &lock);
+}
+
 static long take(const char *what, long most) {  // and keep, until nothing more is given
     int (*one)(void) = !strcmp(what, "inotify") ? take_inotify : !strcmp(what, "timer") ? take_timer
                        : !strcmp(what, "pipe")  ? take_pipe
+                       : !strcmp(what, "queue") ? take_queue
                                                 : take_rights;
     long taken = 0;
     while (taken < most && one() >= 0) taken++;
@@ -299,6 +329,9 @@ int main(int count, char **words) {
     if (!strcmp(what, "filter")) return told(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &allow_all));
     if (!strcmp(what, "filter-by-prctl")) return told(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &allow_all));
     if (!strcmp(what, "queue")) return told(syscall(SYS_mq_open, "left", O_RDWR | (number ? O_CREAT : 0), 0600, NULL));
+    if (!strcmp(what, "locks")) return told(take_locks(number));
+    if (!strcmp(what, "lock-open-file")) return told(lock_open_file());
+    if (!strcmp(what, "clone-files")) return told(syscall(SYS_clone, CLONE_FILES | SIGCHLD, 0, 0, 0, 0));
     if (!strcmp(what, "delegation")) return told(fcntl(open("/tmp", O_RDONLY), 1040, calloc(1, 64)));
     if (!strcmp(what, "raw-socket")) return told(socket(AF_INET, SOCK_RAW, 1));
     if (!strcmp(what, "io_uring")) return told(syscall(SYS_io_uring_setup, 4, malloc(256)));

@@ -57,6 +57,8 @@ def assert_refused(output: bytes) -> None:
         ("filter",),
         ("filter-by-prctl",),
         ("delegation",),
+        ("lock-open-file",),
+        ("clone-files",),
         ("x32",),
         ("int80",),
     ],

@@ -242,6 +242,23 @@ def test_a_program_can_open_as_many_files_as_the_spec_says(provider: str) -> Non
     assert shell(provider, "ulimit -n; ulimit -Hn", SandboxSpec(open_files=32)).stdout == b"32\n32\n"
 
 
+def test_locks_on_files_without_end_are_ended_with_what_holds_them(provider: str) -> None:
+    """They are memory of the kernel that no limit counts."""
+
+    async def lock(sandbox: Sandbox) -> tuple[ExecResult, ExecResult, str]:
+        await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
+        some = await sandbox.exec(["/tmp/attack", "locks", "5000"], timeout=20)
+        endless = await sandbox.exec("exec 2> /dev/null; for i in 1 2 3 4; do /tmp/attack locks 100000 & done; wait")
+        until_none = "i=0; while grep -q POSIX /proc/locks && [ $i -lt 100 ]; do sleep 0.1; i=$((i+1)); done"
+        left = await sandbox.exec(f"{until_none}; grep -c POSIX /proc/locks")  # what is killed takes a while to end
+        return some, endless, left.stdout_text
+
+    some, endless, left = within(provider, lock, SandboxSpec(tmpfs_inodes=20_000))
+    assert some.stdout.startswith(b"5000\n"), some
+    assert endless.signal == 9, endless
+    assert left == "0\n"
+
+
 def test_using_up_the_file_descriptors_hurts_only_the_command(provider: str) -> None:
     assert int(attempt(provider, "descriptors").stdout) <= 1024 * 1024
 

@@ -313,10 +313,11 @@ def test_a_sandbox_that_takes_all_that_one_user_may_have_takes_nothing_of_anothe
 
 
 @pytest.mark.docker
-def test_root_of_the_machine_keeps_its_inotify_instances_and_timers(docker: str) -> None:
+def test_root_of_the_machine_keeps_its_inotify_instances_timers_and_message_queues(docker: str) -> None:
     async def take(sandbox: Sandbox) -> None:
         await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
-        assert (await sandbox.exec(["/tmp/attack", "take", "inotify", "1"])).stdout == b"0\n"
+        for what in ("inotify", "queue"):
+            assert (await sandbox.exec(["/tmp/attack", "take", what, "1"])).stdout == b"0\n"
         assert (await sandbox.exec("ulimit -i 2> /dev/null || grep pending /proc/self/limits")).stdout.count(
             b"4096"
         ) == 2
