@@ -273,6 +273,19 @@ def test_calls_that_a_new_server_cannot_repeat_end_the_calls_and_are_no_failure(
 
 
 @pytest.mark.docker
+def test_calls_that_end_the_server_again_and_again_take_no_more_time_than_others() -> None:
+    """Each repeats what was called before: one turn would take so long that the episode was no sample."""
+    slow, ending = "cat(file_name=0 * 3**4000000)", f"cat(file_name=1 << {4 * 10**9})"
+    slow_turn, turn = in_sandboxes(
+        lambda pool: play(pool, f"[{slow}]", f"[{', '.join([ending] * 60)}]", call_timeout_s=8.0)
+    )[0][1:]
+    used_s = slow_turn[4]["tools"]["cat"]["seconds"]
+    assert used_s > 0.2
+    ended = turn[4]["tools"]["cat"]["timeouts"] - str(turn[0]).count("was not run")
+    assert 0 < ended <= 16.0 / used_s, (ended, used_s)
+
+
+@pytest.mark.docker
 def test_the_calls_of_an_episode_share_a_time_so_that_they_can_be_made_again() -> None:
     hanging = f"logarithm(value=2.0, base=3.0, precision={10**7})"
     (_, step) = in_sandboxes(

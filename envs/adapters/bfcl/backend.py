@@ -76,21 +76,28 @@ class BfclBackend:
         self._item = item
         self._call_timeout_s = call_timeout_s
         self._left_s = EPISODE_TIMEOUT_FACTOR * call_timeout_s
-        """Seconds left for further calls. Limited because the checker, and a restart after a hang, repeat all calls."""
+        """Seconds left for further calls, and for servers started after the first. Limited because the checker, and a
+        restart after a hang, repeat all calls: after many calls that end their server a step would exceed its time."""
+        self._is_first = True
         self._done: list[str] = []
         self._server: _Server | None = None
 
     async def start(self) -> None:
-        """Start the server if it is not running and calls are left, as the next call does. Raises as `run`."""
-        if self._left_s > 0:
+        """Start the server if it is not running and time is left, as the next call does. Raises as `run`."""
+        if self._left_s <= 0 or self._server is not None:
+            return
+        began, is_first, self._is_first = time.monotonic(), self._is_first, False
+        try:
             await self._running()
+        finally:
+            self._left_s -= 0.0 if is_first else time.monotonic() - began
 
     async def run(self, source: str) -> str:
         """Return the result of one call, as text. Raises ServerEndedError for a call that hangs or ends the server,
         SandboxError and EnvError."""
-        if self._left_s <= 0:
+        await self.start()
+        if self._left_s <= 0 or (server := self._server) is None:
             raise ServerEndedError("was not run: the calls before it took all the time of the episode")
-        server = await self._running()
         began = time.monotonic()
         try:
             results = await server.ask({"calls": [source]}, min(self._call_timeout_s, self._left_s))
@@ -154,7 +161,7 @@ class BfclBackend:
         """Repeat the successful calls on a new server. If it ends because of them, no further call of the episode can
         be run; that is the model's doing. Raises ServerEndedError."""
         try:
-            await server.ask({"again": self._done}, START_TIMEOUT_S)
+            await server.ask({"again": self._done}, min(START_TIMEOUT_S, self._left_s))
         except ServerEndedError as error:
             self._left_s = 0.0
             await self.close()
