@@ -20,6 +20,8 @@ BLOCK = 512
 MAX_LZMA_BYTES = 1 << 27
 """Maximum bytes of memory for the dictionary of an .xz file; `xz -9` needs half of it."""
 HEADERS_PER_ENTRY = 4
+MAX_STREAMS = 5_000
+"""Maximum compressed streams in one archive: `bgzip` makes one for each 64 KiB, and to begin one takes 50 us."""
 
 
 class ArchiveError(Exception):
@@ -94,13 +96,16 @@ def decompressed(packed: bytes, budget: Budget) -> Iterator[bytes]:
     Raises ArchiveError for a stream that is damaged, truncated or followed by other data.
     """
     make = next((make for magic, make in _FORMATS if packed.startswith(magic)), None)
-    at = 0
+    at = streams = 0
     while at < len(packed):
         if make is None:
             yield packed[at : at + CHUNK]
             at += CHUNK
             continue
         budget.take(headers=1)
+        streams += 1
+        if streams > MAX_STREAMS:
+            raise ArchiveError(f"it has more than {MAX_STREAMS} compressed streams")
         stream = make()
         try:
             while not stream.eof:

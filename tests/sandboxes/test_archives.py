@@ -351,6 +351,12 @@ def test_many_empty_streams_before_a_long_one_cost_no_copy_of_it_each() -> None:
     assert seconds_of(lambda: refused(packed)) < 2.0  # four times as much with a copy for each
 
 
+@pytest.mark.parametrize("packer", ["gz", "bz2", "xz"])
+def test_streams_without_end_are_refused_after_a_few_thousand(packer: str) -> None:
+    packed = PACKERS[packer](b"") * 60_000
+    assert seconds_of(lambda: refused(packed, "5000 compressed streams", max_entries=20_000)) < 1.5  # else 3 s
+
+
 def test_names_that_go_through_links_again_and_again_cost_little() -> None:
     members: list[Described] = [("l", LINK, "." + "/." * 400), *[("/".join("l" * 45), DIRECTORY, b"")] * 900]
     packed = tar(*members)
