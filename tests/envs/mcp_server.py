@@ -87,6 +87,8 @@ def answer(request: dict) -> None:  # type: ignore[type-arg]
         say(id=number, result={"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": about})
     elif method == "tools/list" and WRONG == "pages":
         say(id=number, result={"tools": [], "nextCursor": "more"})
+    elif method == "tools/list" and WRONG == "large-pages":
+        say(id=number, result={"tools": [{"name": "add", "description": "x" * (5 << 20)}], "nextCursor": "more"})
     elif method == "tools/list" and WRONG != "two-pages":
         say(id=number, result={"tools": LISTS.get(WRONG, TOOLS)})
     elif method == "tools/list":

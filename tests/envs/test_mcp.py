@@ -252,6 +252,7 @@ def test_a_name_has_that_of_its_server_before_it_if_it_would_not_be_the_only_one
         ("many", "it lists more than 1000 tools"),
         ("rather-many", "it lists 200 tools, more than 128; choose some with `tools`"),
         ("pages", "or more than 100 pages"),
+        ("large-pages", "or 8 MiB of them"),
         ("nested", "nested too deep"),
         ("large", "has more than 20000 characters"),
         ("wide", "has more than 128 arguments"),

@@ -12,12 +12,13 @@ from typing import Any
 
 from roll_flash.chat.model_text import MAX_DEPTH, encodable, is_deeper
 from roll_flash.envs.tools.functions import ToolError
-from roll_flash.envs.tools.mcp.connections import HttpConnection, ServerLostError, StdioConnection
+from roll_flash.envs.tools.mcp.connections import MAX_ANSWER_BYTES, HttpConnection, ServerLostError, StdioConnection
 
 PROTOCOL_VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
 """Versions that begin with a handshake, the newest first."""
 MAX_LISTED, MAX_PAGES, MAX_PARTS = 1_000, 100, 100
-"""Tools that a server may list, pages of them, and parts of a result that are shown."""
+"""Tools that a server may list, pages of them, and parts of a result that are shown. All pages together may have
+MAX_ANSWER_BYTES, as one answer may."""
 
 
 class McpClient:
@@ -30,6 +31,7 @@ class McpClient:
         self.connection = connection
         self._number = 0
         self._lost = ""
+        self._received = 0
         self.ignored = 0
         """Messages that were no answer: notifications, requests of the server, late answers, and what is no JSON."""
 
@@ -47,15 +49,17 @@ class McpClient:
         """Return the tools as the server describes them, unchecked."""
         tools: list[Any] = []
         params: dict[str, Any] = {}
+        self._received = 0
         for _ in range(MAX_PAGES):
             page = await self._request("tools/list", params)
             tools += page["tools"] if isinstance(page.get("tools"), list) else []
             params = {"cursor": page.get("nextCursor")}
-            if len(tools) > MAX_LISTED:
+            if len(tools) > MAX_LISTED or self._received > MAX_ANSWER_BYTES:
                 break
             if params["cursor"] is None:
                 return tools
-        raise ServerLostError(f"it lists more than {MAX_LISTED} tools, or more than {MAX_PAGES} pages of them")
+        limits = f"{MAX_LISTED} tools, or more than {MAX_PAGES} pages or {MAX_ANSWER_BYTES >> 20} MiB of them"
+        raise ServerLostError(f"it lists more than {limits}")
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
         """Return the result as text."""
@@ -79,6 +83,7 @@ class McpClient:
     async def _ask(self, message: bytes) -> dict[str, Any]:
         async with aclosing(self.connection.exchange(message)) as received:
             async for text in received:
+                self._received += len(text)
                 match _parsed(text):
                     case {"id": self._number, "result": dict(result)}:
                         return result
