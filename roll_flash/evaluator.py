@@ -29,6 +29,7 @@ from roll_flash.evaluation.result import EvalResult
 from roll_flash.processes.background import FirstFailure, call_in_thread, first_failure
 from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.processes.terminal_logs import make_logs_printable
+from roll_flash.run.origin import require_own
 from roll_flash.run.run_dir import find_model, find_run, make_own_folder, require_owned_by_user, require_undamaged
 from roll_flash.run.trained_tasks import read_trained_tasks
 from roll_flash.start_checks import Checked, check_parts, check_sandboxes, require_isolation
@@ -80,6 +81,8 @@ class EvalRequest:
     """Values of k for pass@k, separated by commas."""
     out: str | None = None
     allow_weak: bool = False
+    trust: bool = False
+    """Use the config of a run that was made elsewhere: it names code, which runs."""
     overrides: tuple[str, ...] = ()
     status: Status | None = None
     """Callback that shows the progress to the user."""
@@ -122,6 +125,7 @@ def evaluate(
     price_completion: float | None = None,
     out: str | Path | None = None,
     allow_weak: bool = False,
+    trust: bool = False,
     overrides: Sequence[str] = (),
 ) -> EvalResult:
     """Evaluate a model on held-out tasks and return the scores, as `roll-flash eval` with the same options.
@@ -319,6 +323,7 @@ def _config(request: EvalRequest, model: str | None, run_config: Path | None) ->
         if request.env is not None and "envs" not in read_yaml(Path(source)):
             overrides.insert(0, f"envs={json.dumps([{'id': request.env}])}")
     elif run_config is not None and (request.env is None or _has_environment(load_config(run_config), request.env)):
+        require_own(run_config.parent, trusted=request.trust)
         source = run_config
     elif request.env is None:
         raise ConfigError("nothing to evaluate on: give a CONFIG file, --env ID, or a run's --model")

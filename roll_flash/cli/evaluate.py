@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from roll_flash.cli.options import Json, ModelName, Text, Words, argument, flag, option, show, split_words
+from roll_flash.cli.options import Json, ModelName, Text, Trust, Words, argument, flag, option, show, split_words
 from roll_flash.terminal import outliving_readers
 
 
@@ -34,6 +34,7 @@ def evaluate(
     price_completion: Annotated[float | None, option("P", "Price of a million tokens that the model writes.")] = None,
     out: Annotated[Text, option("DIR", "Where results go, and are resumed from.")] = None,
     allow_weak: Annotated[bool, flag("--allow-weak", "Run without Docker too, in the weaker local sandbox.")] = False,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> int:
     """Evaluate a model on held-out tasks; repeat it to resume.

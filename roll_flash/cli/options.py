@@ -45,6 +45,7 @@ Words = list[str] | None
 RunName = Annotated[str, argument("RUN", "A run's name or folder.", runs_like)]
 Json = Annotated[bool, flag("--json", "Print one JSON object or list for scripts.")]
 ModelName = Annotated[Text, option("M", "A model folder, a model's name, or RUN[@step].")]
+Trust = Annotated[bool, flag("--trust", "Run what the files of a run that was made elsewhere name.")]
 Provider = Annotated[str, option("NAME", "Of sandboxes: docker, local, a plug-in's name, or auto.")]
 
 

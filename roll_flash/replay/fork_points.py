@@ -23,6 +23,7 @@ from roll_flash.errors import ConfigError, RunError
 from roll_flash.monitor.episode_files.steps import open_step, open_steps, removed_line
 from roll_flash.monitor.json_lines import is_intact
 from roll_flash.rollout.episodes.prefix import Prefix
+from roll_flash.run.origin import require_own
 from roll_flash.run.run_dir import find_run
 from roll_flash.scheduling.tasks import FIRST_HELD_OUT_SEED, SeedTasks, ShuffledTasks
 from roll_flash.types import Task
@@ -62,9 +63,12 @@ class ForkPoints(ShuffledTasks):
     Raises ConfigError if the run has none.
     """
 
-    def __init__(self, env: EnvConfig, run: str, *, held_out_from: int = FIRST_HELD_OUT_SEED) -> None:
+    def __init__(
+        self, env: EnvConfig, run: str, *, trust: bool = False, held_out_from: int = FIRST_HELD_OUT_SEED
+    ) -> None:
         self._env = env
         self._run = find_run(run)
+        require_own(self._run, trusted=trust)
         self._points = find_fork_points(self._run / "episodes", env.id, env.max_turns)
         if not self._points:
             raise ConfigError(

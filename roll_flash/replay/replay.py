@@ -32,6 +32,7 @@ from roll_flash.replay.transcript import ending, show_action, show_answer, show_
 from roll_flash.rollout.episodes.episode import EpisodeFailed, environment_errors
 from roll_flash.rollout.episodes.prefix import Prefix, PrefixError, excerpt
 from roll_flash.rollout.rollout import training_sampling
+from roll_flash.run.origin import require_own
 from roll_flash.run.run_dir import find_run, require_owned_by_user
 from roll_flash.sandboxes import Sandbox, SandboxError
 from roll_flash.start_checks import check_sandboxes, require_isolation
@@ -53,6 +54,7 @@ class ReplayRequest:
     interactive: bool = False
     out: str | None = None
     allow_weak: bool = False
+    trust: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ async def run_replay(request: ReplayRequest) -> bool:
 def plan_replay(request: ReplayRequest) -> ReplayPlan:
     """Resolve what the request leaves open. Raises ConfigError; starts and writes nothing."""
     run = find_run(request.run)
+    require_own(run, trusted=request.trust)
     record = find_episode(run, request.episode)
     config = load_config(run / "config.yaml", ["sandbox.allow_weak=true"] if request.allow_weak else [])
     with as_a_run_writes(run):

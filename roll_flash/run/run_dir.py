@@ -28,6 +28,7 @@ from roll_flash.run.checkpoints.checksums import find_damage, has_checksums, wri
 from roll_flash.run.config_changes import check_same_run
 from roll_flash.run.files import free_name, sync, sync_tree
 from roll_flash.run.journal import set_aside
+from roll_flash.run.origin import mark_as_own
 from roll_flash.run.scale_request import ANSWER, REQUEST
 from roll_flash.run.trained_tasks import TRAINED_TASKS
 from roll_flash.terminal import say
@@ -113,6 +114,7 @@ class RunDir:
         for name in FOLDERS:
             (self.folder / name).mkdir(exist_ok=True)
         self._save_config(config)
+        mark_as_own(self.folder)
         for name in (SUMMARY, REQUEST, ANSWER):  # of the end before `--resume`
             (self.folder / name).unlink(missing_ok=True)
         self._repair_checkpoints()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from roll_flash.cli.options import ModelName, Text, argument, flag, option
+from roll_flash.cli.options import ModelName, Text, Trust, argument, flag, option
 
 
 def replay(
@@ -22,6 +22,7 @@ def replay(
     interactive: Annotated[bool, flag("--interactive", "Go on by hand: a shell in the sandbox, or actions.")] = False,
     out: Annotated[Text, option("DIR", "Where forks are written; by default in the run's replays/.")] = None,
     allow_weak: Annotated[bool, flag("--allow-weak", "Run without Docker too, in the weaker local sandbox.")] = False,
+    trust: Trust = False,
 ) -> int:
     """Play a recorded episode again, up to a turn, and go on from there.
 
