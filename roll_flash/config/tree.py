@@ -68,8 +68,8 @@ class TaskSourceConfig(Section):
     """`file.py:NAME` or `module:NAME`: a class or a function that is called with the entry of `envs` and `kwargs`, and
     gives a `roll_flash.TaskSource`. `fork_points`: states within the episodes of another run."""
     kwargs: KeywordArguments = Field(default_factory=dict)
-    """Keyword arguments of the task source; those of `fork_points` are `{run: NAME}`, and `trust: true` for a run that was
-    made elsewhere."""
+    """Keyword arguments of the task source; those of `fork_points` are `{run: NAME}`, and `trust: true` for a run
+    that was made elsewhere."""
 
 
 class EnvConfig(Section):
