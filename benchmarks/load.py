@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from roll_flash.learner.model.policy_model import ExactSettings, load_policy_model, open_policy_model
+from roll_flash.learner.model.exact_settings import ExactSettings
+from roll_flash.learner.model.policy_model import load_policy_model, open_policy_model
 from roll_flash.models.prepare import resolve_model
 from roll_flash.models.shape import read_shape
 

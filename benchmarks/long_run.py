@@ -50,7 +50,7 @@ MIB = 1 << 20
 PARTS = {
     "driver": "-m roll_flash train",
     "workers": "ray::WorkerActor",
-    "learner": "ray::LearnerRank",
+    "learner": "ray::RankActor",
     "servers": "roll_flash.inference.",
     "Ray": "/ray/",
 }

@@ -72,7 +72,7 @@ def train(config: Config, *, resume: bool = False, on_step: OnStep | None = None
     ):
         start = Start.of(config, run_dir, checked, resume=resume)
         start.announce(progress)
-        # Not on the event loop: its imports take seconds, during which Ctrl-C must be answered.
+        # Not on the event loop: the imports of a plug-in may take seconds, during which Ctrl-C must be answered.
         learner = open_learner(config, model_folder=start.model_folder)
         return run_to_end(_train(start, learner, progress, on_step))
 

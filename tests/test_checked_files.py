@@ -20,7 +20,7 @@ from roll_flash.cli.main import main
 from roll_flash.config.tree import load_config
 from roll_flash.engines.inference import Generation
 from roll_flash.errors import CheckpointError, ConfigError, RunError
-from roll_flash.learner.ranks.checkpoint import MANIFEST, read_manifest
+from roll_flash.learner.ranks.checkpoint_folder import MANIFEST, read_manifest
 from roll_flash.monitor.episodes import episode_record, find_trajectories
 from roll_flash.monitor.json_lines import encode, with_checksum
 from roll_flash.monitor.metrics import keep_steps_until

@@ -51,13 +51,13 @@ def test_a_killed_rank_costs_no_step_no_episode_and_no_bit_of_the_weights(tmp_pa
         others = pids(process, "ray::WorkerActor", "transformers.server", "raylet/raylet ", "gcs_server")
         assert len(others) >= 4
         for _ in range(2):
-            ranks = pids(process, "ray::LearnerRank")
+            ranks = pids(process, "ray::RankActor")
             assert len(ranks) == 2
             os.kill(max(ranks), signal.SIGKILL)
             killed_at = time.monotonic()
             wait_for_step(folder, newest_step(folder) + 3, process)
             print(f"three steps after {time.monotonic() - killed_at:.1f} s")
-            assert not ranks & pids(process, "ray::LearnerRank")
+            assert not ranks & pids(process, "ray::RankActor")
         assert others <= pids(process, "ray::WorkerActor", "transformers.server", "raylet/raylet ", "gcs_server")
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=RUN_TIMEOUT_S)

@@ -109,7 +109,7 @@ def test_an_environment_that_blocks_its_worker_is_found_with_its_line_of_code(ru
 @pytest.mark.ray
 def test_a_stopped_process_is_named_whichever_part_it_is_and_the_run_goes_on_with_it(run: Run) -> None:
     for name, command, parts in (
-        ("rank 0", "ray::LearnerRank", ("the learner", "the publication", "the checkpoint")),
+        ("rank 0", "ray::RankActor", ("the learner", "the publication", "the checkpoint")),
         ("server 0", "inference.transformers.server", ("server 0", "the publication")),
         ("rollout worker 0", "ray::WorkerActor", ("rollout worker 0",)),
         ("raylet", "raylet/raylet ", ("Ray's raylet on this node",)),

@@ -46,9 +46,9 @@ class LearnerEngine(Protocol):
         ...
 
     async def check_model(self, places: Places | None = None) -> None:
-        """Check that the model can be trained exactly; called before all other parts of a run start. `start` reuses
-        the loaded model. Process i of the learner runs at the place `rank i` of `places`. Raises ModelError if the
-        check fails, LearnerError if the learner fails."""
+        """Check that the model can be trained exactly; called before `start`, which reuses the process. Process i of
+        the learner runs at the place `rank i` of `places`. Raises ModelError if the check fails, LearnerError if the
+        learner fails."""
         ...
 
     async def start(self) -> None:

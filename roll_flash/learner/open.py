@@ -29,8 +29,8 @@ def check_learner(config: Config) -> None:
 
 
 def open_learner(config: Config, *, model_folder: Path) -> LearnerEngine:
-    """Return the engine `config.learner.engine`, not started. Importing torch and transformers, or the plug-in, takes
-    seconds. Raises ConfigError as `check_learner` does."""
+    """Return the engine `config.learner.engine`, not started. Importing a plug-in may take seconds. Raises ConfigError
+    as `check_learner` does."""
     check_learner(config)
     name = config.learner.engine
     if name == "fsdp":

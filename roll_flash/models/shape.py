@@ -5,19 +5,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from roll_flash.checked_files import decode, read_checked
 from roll_flash.errors import ModelError, first_line
 from roll_flash.models import hub
-from roll_flash.models.prepare import RECIPES, resolve_model
+from roll_flash.models.prepare import RECIPES, cache_folder, resolve_model
 
 SHAPES = Path(__file__).parent / "shapes"
 """Folder of config.json files by the name of their model's folder, such as `Qwen3-0.6B.json`."""
+SHAPE_VERSION = 1
+"""Increased when `shape_of` changes, so that shapes in the cache are computed again."""
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _IN_A_CONFIG = (*_NUM_EXPERTS, "moe_num_experts")
 
@@ -101,8 +110,21 @@ def _config_file(path_or_name: str, revision: str | None) -> Path:
 
 @lru_cache(maxsize=8)
 def _read_shape(file: Path, name: str, changed_ns: int) -> ModelShape:
-    """`changed_ns`: when the file changed, so that a changed one is read again."""
-    return shape_of(model_on_meta(file), name)
+    """`changed_ns`: when the file changed, so that a changed one is read again. Building a model takes seconds, most of
+    them for imports, so its shape is kept in the cache folder."""
+    versions = f"{SHAPE_VERSION} {version('transformers')} {name} "
+    digest = hashlib.sha256(versions.encode() + read_checked(file)).hexdigest()[:16]
+    kept = cache_folder().with_name("shapes") / f"{digest}.json"
+    try:
+        return decode(read_checked(kept), ModelShape)
+    except (OSError, ValueError):  # there is none yet, or not a whole one
+        shape = shape_of(model_on_meta(file), name)
+    with suppress(OSError):  # without a cache the next run takes these seconds again
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_name(f".{digest}-{os.getpid()}")
+        partial.write_bytes(msgspec.json.encode(shape))
+        partial.replace(kept)
+    return shape
 
 
 def model_on_meta(config_json: Path) -> Any:

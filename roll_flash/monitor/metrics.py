@@ -65,11 +65,13 @@ class MetricsLog:
             keep_steps_until(path, resume_at)
         self._file = JsonLinesFile(path)
         self._writer: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        if tensorboard:  # without torch's writer: importing torch takes seconds
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-            purge = None if resume_at is None else resume_at + 1
-            self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
+            self._writer = EventFileWriter(str(run_dir / "tensorboard"))
+            if resume_at is not None:  # later steps of before are not shown
+                self._writer.add_event(Event(step=resume_at + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def log(self, step: int, metrics: Metrics) -> None:
         now = time.time()
@@ -79,9 +81,11 @@ class MetricsLog:
         self._file.write({"step": step, "time": now, **numbers, **counted})
         self.exports.log(step, now, {**numbers, **counted})
         if self._writer is not None:
-            for name, value in numbers.items():
-                if math.isfinite(value):
-                    self._writer.add_scalar(name, value, step, now)
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            known = [Summary.Value(tag=name, simple_value=n) for name, n in numbers.items() if math.isfinite(n)]
+            self._writer.add_event(Event(step=step, wall_time=now, summary=Summary(value=known)))
             self._writer.flush()
 
     def close(self) -> None:

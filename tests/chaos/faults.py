@@ -25,7 +25,7 @@ SERVER_GUARD, HOST = "roll_flash.processes.supervise", "ray::ServerHost"
 PARTS = {
     "driver": ("-m roll_flash train",),
     "worker": ("ray::WorkerActor",),
-    "learner": ("ray::LearnerRank",),
+    "learner": ("ray::RankActor",),
     "server": SERVERS,
     "host of a server": (HOST,),
     "guard of a server": (SERVER_GUARD,),

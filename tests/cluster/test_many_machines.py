@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.ray]
 
 ROLL_FLASH = [sys.executable, "-m", "roll_flash"]
 RUN_TIMEOUT_S = 400.0
-OURS = r"roll_flash\.|ServerHost|LearnerRank|WorkerActor|MirrorActor|NodeFiles|NodeSetup"
+OURS = r"roll_flash\.|ServerHost|RankActor|WorkerActor|MirrorActor|NodeFiles|NodeSetup"
 """Regular expression for the processes of a run on a machine."""
 PARTS = {
     "rollout.worker_resources": "{CPU: 0.1, envs: 1}",

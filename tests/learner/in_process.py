@@ -33,9 +33,7 @@ class _Handle:
 
     def __init__(self, rank: LearnerRank) -> None:
         self._rank = rank
-
-    def __getattr__(self, name: str) -> _Method:
-        return _Method(getattr(self._rank, name))
+        self.call = _Method(lambda method, *args, **kwargs: getattr(rank, method)(*args, **kwargs))
 
 
 def in_process(

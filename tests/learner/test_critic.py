@@ -17,7 +17,8 @@ from benchmarks.model_check.architectures import write_model
 from roll_flash.config.tree import load_config
 from roll_flash.engines.learner import StepResult
 from roll_flash.errors import ConfigError, ModelError
-from roll_flash.learner.losses.critic import gae, value_loss, value_metrics, whitened, with_advantages
+from roll_flash.learner.losses.critic import gae, value_loss, whitened, with_advantages
+from roll_flash.learner.losses.records import value_metrics
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.packing.rows import TrainSequence, pack
 from roll_flash.learner.packing.sequences import split_minibatches

@@ -24,7 +24,7 @@ from roll_flash.inference.servers.control import ServerControl
 from roll_flash.inference.servers.update import update_server
 from roll_flash.learner.model import lora
 from roll_flash.learner.open import open_learner
-from roll_flash.learner.ranks.rank import rank_actor
+from roll_flash.learner.ranks.rank_actor import rank_actor
 from roll_flash.learner.weights import device as device_weights
 from roll_flash.learner.weights.channel import NcclChannel
 from roll_flash.learner.weights.device import DeviceWeightStage, merge_handles
@@ -222,19 +222,18 @@ class StandInRank:
 
     def __init__(self, asked: list[str]) -> None:
         self._asked = asked
-        self._method = ""
 
-    def __getattr__(self, method: str) -> StandInRank:
-        self._method = method
+    @property
+    def call(self) -> StandInRank:
         return self
 
     def options(self, *, concurrency_group: str) -> StandInRank:
         assert concurrency_group == "transfer"
         return self
 
-    def remote(self, *arguments: Any) -> tuple[str, ...]:
-        self._asked.append(f"rank 0: {self._method}")
-        return (self._method, *arguments)
+    def remote(self, method: str, *arguments: Any) -> tuple[str, ...]:
+        self._asked.append(f"rank 0: {method}")
+        return (method, *arguments)
 
 
 OFFER = {

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.config.tree import Config
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
-from roll_flash.learner.model.policy_model import ExactSettings
-from roll_flash.learner.model.token_logprobs import LogitTransform
+from roll_flash.learner.model.exact_settings import ExactSettings, LogitTransform
 from roll_flash.learner.ranks.rank import LearnerRank
 from roll_flash.learner.weights.staged import whole_tensors
 from roll_flash.models.shape import read_shape

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from roll_flash.errors import LearnerError
-from roll_flash.learner.losses.objective import by_staleness, off_policy_metrics, staleness_metrics
+from roll_flash.learner.losses.records import by_staleness, off_policy_metrics, staleness_metrics
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.packing.sequences import check_staleness, prepare_demonstrations
 from roll_flash.stream import finished_group

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from roll_flash.learner.model import token_logprobs as module
-from roll_flash.learner.model.token_logprobs import LogitTransform, token_logprobs
+from roll_flash.learner.model.exact_settings import LogitTransform
+from roll_flash.learner.model.token_logprobs import token_logprobs
 
 FORMS = [LogitTransform(), LogitTransform(scale=0.25), LogitTransform(scale=2.0, softcap=5.0)]
 

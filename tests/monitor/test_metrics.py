@@ -84,7 +84,10 @@ def test_tensorboard_shows_every_finite_scalar(tmp_path: Path) -> None:
     log.log(1, {"reward": 0.25, "idle/learner": 0.5, "grad_norm": math.nan})
     log.log(2, {"reward": 0.75})
     log.close()
+    resumed = MetricsLog(tmp_path, tensorboard=True, resume_at=1)
+    resumed.log(2, {"reward": 1.0})
+    resumed.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {"reward", "idle/learner"}
-    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.25), (2, 0.75)]
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.25), (2, 1.0)]

@@ -23,6 +23,7 @@ from roll_flash.learner.ranks.optimizer import trained_parts
 from roll_flash.learner.ranks.rank import LearnerRank
 from roll_flash.learner.weights import device
 from roll_flash.learner.weights.staged import WeightStage
+from roll_flash.models import shape as shape_module
 from roll_flash.models.prepare import resolve_model
 from roll_flash.models.shape import SHAPES, ModelShape, read_shape, shape_of
 from roll_flash.planner.machines.memory import (
@@ -383,3 +384,23 @@ def test_a_model_of_unknown_size_is_not_checked_and_the_line_says_so(tmp_path: P
     plan = make_plan(run_parts(config, [node], gpu_servers=True), [node])
     (line,) = check_gpu_memory(config, plan)
     assert line.startswith("not checked: ")
+
+
+def test_the_shape_of_a_model_is_kept_until_its_config_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLL_FLASH_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "config.json"
+    file.write_text((SHAPES / "Qwen3-0.6B.json").read_text())
+    first = read_shape(str(tmp_path))
+
+    def again() -> ModelShape:
+        shape_module._read_shape.cache_clear()  # as in a new process
+        return read_shape(str(tmp_path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shape_module, "model_on_meta", lambda _: pytest.fail("it was built again"))
+        assert again() == first
+    (kept,) = (tmp_path / "cache" / "shapes").iterdir()
+    kept.write_text(kept.read_text()[:-9])
+    assert again() == first
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 2}))
+    assert again().layers == 2

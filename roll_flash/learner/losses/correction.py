@@ -14,10 +14,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from roll_flash.learner.losses.records import MAX_ABS_LOG_RATIO
+
 CorrectionName = Literal["none", "tis", "mask"]
 CorrectionLevel = Literal["token", "turn", "turn_mean", "sequence", "sequence_mean"]
-MAX_ABS_LOG_RATIO = 20.0
-"""Bound of the absolute log-ratio before exp, as in verl: larger values add no information and would overflow."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,17 +74,3 @@ def value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, clip: flo
         return plain / 2, torch.zeros_like(plain, dtype=torch.bool)
     clipped = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     return torch.maximum(plain, clipped) / 2, (clipped > plain).detach()
-
-
-def value_metrics(values: NDArray[np.float32], returns: NDArray[np.float32]) -> dict[str, float]:
-    """Measure values of the step's start against what they should have been; both [tokens].
-
-    `value_explained_variance` = 1 - var(R - V) / var(R): 1 is perfect, 0 no better than a constant, below 0 worse.
-    Without it if all returns are equal.
-    """
-    v, r = values.astype(np.float64), returns.astype(np.float64)
-    metrics = {"value_mean": float(v.mean()), "return_mean": float(r.mean())}
-    variance = float(r.var())
-    if variance > 0:
-        metrics["value_explained_variance"] = 1 - float((r - v).var()) / variance
-    return metrics

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from roll_flash.learner.model.exact_settings import LogitTransform
 from roll_flash.learner.model.policy_model import reset_dynamic_rope
-from roll_flash.learner.model.token_logprobs import LogitTransform
 
 _TOLERANCE = 1e-5
 _MIN_VALUE, _MAX_VALUE = 1e-3, 100.0

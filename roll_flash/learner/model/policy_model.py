@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from roll_flash.errors import ModelError, first_line
 from roll_flash.learner.model.activation_offload import offload_activations
-from roll_flash.learner.model.token_logprobs import LogitTransform, token_logprobs
+from roll_flash.learner.model.exact_settings import ExactSettings, LogitTransform
+from roll_flash.learner.model.token_logprobs import token_logprobs
 from roll_flash.learner.model.weight_files import WeightFiles, compute_buffers, one_at_a_time
 from roll_flash.learner.packing import tree_attention
 from roll_flash.learner.packing.rows import PackedRow
@@ -25,15 +25,6 @@ from roll_flash.models.shape import decoder_layers
 
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "top_k")
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ExactSettings:
-    """Settings for exact computation of a model; `choose_exact_mode` finds them once, and every rank reuses them."""
-
-    shares_prefixes: bool
-    logit_transform: LogitTransform | None
-    vocabulary: int
 
 
 class PolicyModel(nn.Module):

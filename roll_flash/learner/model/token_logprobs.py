@@ -9,24 +9,17 @@ a logit near 20 has a precision of only 0.06, and 1 - p of a token with p > 0.99
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from roll_flash.learner.model.exact_settings import LogitTransform
+
 _CHUNK_BYTES = 8 << 20
 """Bytes of logits per chunk on CPU: small enough to stay in cache between the passes over them."""
 _GPU_CHUNK_BYTES = 512 << 20
 """Bytes of logits per chunk on GPU: large enough for one matrix product to keep the GPU busy."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogitTransform:
-    """Function from hidden states and head to logits: x = scale * product, then c * tanh(x / c) with softcap c."""
-
-    scale: float = 1.0
-    softcap: float | None = None
 
 
 def token_logprobs(

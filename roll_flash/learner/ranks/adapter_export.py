@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from roll_flash.config.tree import load_config
 from roll_flash.errors import CheckpointError, ConfigError, first_line
-from roll_flash.learner.ranks.checkpoint import SafePlanner, SafeReader, new_folder
+from roll_flash.learner.ranks.checkpoint import SafePlanner, SafeReader
+from roll_flash.learner.ranks.checkpoint_folder import new_folder
 from roll_flash.models.adapter import write_adapter
 from roll_flash.run.run_dir import Checkpoint, find_checkpoint, require_new, require_undamaged
 

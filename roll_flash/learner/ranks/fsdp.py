@@ -50,13 +50,11 @@ from roll_flash.learner.packing.sequences import (
     split_minibatches,
     text_sequence,
 )
-from roll_flash.learner.ranks import checkpoint
-from roll_flash.learner.ranks.checkpoint import write_in_background
+from roll_flash.learner.ranks.checkpoint_folder import MANIFEST, read_manifest, write_in_background
 from roll_flash.learner.ranks.node_folders import NodeFolders
-from roll_flash.learner.ranks.rank import Forms, LearnerRank, UpdateRecord, rank_actor, rank_environment
+from roll_flash.learner.ranks.rank_actor import Forms, RankActor, UpdateRecord, rank_actor, rank_environment
 from roll_flash.learner.ranks.step_totals import StepTotals
 from roll_flash.learner.weights.channel import NcclChannel
-from roll_flash.learner.weights.device import merge_handles
 from roll_flash.processes.background import start_background
 from roll_flash.processes.deadlines import LearnedDeadline
 from roll_flash.stream import finished_group
@@ -180,7 +178,7 @@ class FsdpLearner:
             self._parts += [f"rank {rank}" for rank in further]
         limit_s = self._start_deadline.limit_s()
         homes: list[Any] = [
-            unless_lost(rank.node_id.remote(), self._places, part)
+            unless_lost(rank.call.remote("node_id"), self._places, part)
             for rank, part in zip(self._ranks, self._parts, strict=True)
         ]
         node_ids = await self._gather(homes, "node_id", limit_s)
@@ -231,7 +229,7 @@ class FsdpLearner:
         """Notice the death of a rank of which nothing is asked: a call that waits in its queue fails at once."""
         try:
             while True:
-                await rank.node_id.remote()
+                await rank.call.remote("node_id")
                 await asyncio.sleep(_WATCH_EVERY_S)
         except ray.exceptions.RayError as error:
             if ranks is self._ranks:
@@ -245,7 +243,7 @@ class FsdpLearner:
 
     def _new_rank(self, rank: int, reserved: dict[str, Any]) -> ActorHandle[Any]:
         config = self._config
-        actor = rank_actor(LearnerRank, self._transfer).options(
+        actor = rank_actor(RankActor, self._transfer).options(
             **reserved,
             max_restarts=0,
             runtime_env={"env_vars": rank_environment(config.threads)},
@@ -338,7 +336,11 @@ class FsdpLearner:
         started = asyncio.get_running_loop().time()
         results = await self._on_all("stage", self._version, timeout_s=self._config.step_timeout_s)
         self._totals.staging_s += asyncio.get_running_loop().time() - started
-        staged = merge_handles([result for result in results if result is not None])
+        staged: StagedWeights = next(result for result in results if result is not None)
+        if self._transfer == "ipc":
+            from roll_flash.learner.weights.device import merge_handles  # imports torch
+
+            staged = merge_handles([result for result in results if result is not None])
         if self._transfer != "nccl":
             return staged
         return replace(staged, channel=NcclChannel(self._ranks[0], self._gather, self._config.step_timeout_s))
@@ -363,9 +365,9 @@ class FsdpLearner:
         Raises CheckpointError; before any change if the checkpoint is missing, truncated or of another model.
         """
         self._check_usable()
-        manifest = await asyncio.to_thread(checkpoint.read_manifest, folder, self._fingerprint)
+        manifest = await asyncio.to_thread(read_manifest, folder, self._fingerprint)
         try:
-            async with self._folders.for_reading(folder, checkpoint.MANIFEST) as folders:
+            async with self._folders.for_reading(folder, MANIFEST) as folders:
                 await self._on_each("load", folders, timeout_s=self._config.step_timeout_s)
         except CheckpointError as error:
             self._kill(f"its state is half loaded: {error}")
@@ -409,7 +411,7 @@ class FsdpLearner:
         if self._ranks and self._failure is None and self._fingerprint and not self._left_busy:
             try:
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                    await asyncio.gather(*(rank.close.remote() for rank in self._ranks))
+                    await asyncio.gather(*(rank.call.remote("close") for rank in self._ranks))
             except (TimeoutError, ray.exceptions.RayError) as error:
                 self._failure = f"a rank did not close in order: {first_line(error)}"
         self._kill(self._failure or "the learner is closed")
@@ -475,7 +477,7 @@ class FsdpLearner:
     async def _on_shares(self, method: str, shares: Sequence[Sequence[Any]], **kwargs: Any) -> list[Any]:
         """Run `method` on each rank with its share; return all results in one list, in the order of the ranks."""
         self._check_usable()
-        calls = [getattr(rank, method).remote(share, **kwargs) for rank, share in zip(self._ranks, shares, strict=True)]
+        calls = [rank.call.remote(method, share, **kwargs) for rank, share in zip(self._ranks, shares, strict=True)]
         results = await self._gather(calls, method, self._config.step_timeout_s)
         return [result for found in results for result in found or ()]
 
@@ -573,18 +575,18 @@ class FsdpLearner:
 
     async def _on_all(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
         self._check_usable()
-        calls = [getattr(rank, method).remote(*args, **kwargs) for rank in self._ranks]
+        calls = [rank.call.remote(method, *args, **kwargs) for rank in self._ranks]
         return await self._gather(calls, method, timeout_s)
 
     async def _on_each(self, method: str, arguments: Sequence[Any], *, timeout_s: float) -> list[Any]:
         """Call `method` on each rank with an argument of its own."""
         self._check_usable()
-        calls = [getattr(rank, method).remote(each) for rank, each in zip(self._ranks, arguments, strict=True)]
+        calls = [rank.call.remote(method, each) for rank, each in zip(self._ranks, arguments, strict=True)]
         return await self._gather(calls, method, timeout_s)
 
     async def _on_rank(self, rank: int, method: str, *args: Any, timeout_s: float) -> Any:
         self._check_usable()
-        (result,) = await self._gather([getattr(self._ranks[rank], method).remote(*args)], method, timeout_s)
+        (result,) = await self._gather([self._ranks[rank].call.remote(method, *args)], method, timeout_s)
         return result
 
     async def _gather(self, calls: list[Any], method: str, timeout_s: float) -> list[Any]:

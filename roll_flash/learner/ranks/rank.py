@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -32,14 +32,15 @@ from roll_flash.config.sections.learner import OFFLOAD_ON_CPU, LearnerConfig
 from roll_flash.engines.inference import StagedWeights, WeightTransfer
 from roll_flash.errors import ConfigError, LearnerError, ModelError, StreamError
 from roll_flash.learner.losses.critic import whitened, with_advantages
-from roll_flash.learner.losses.objective import SINGLE_TOKEN, Objective, RowRecord, bounded_log_ratio
+from roll_flash.learner.losses.objective import SINGLE_TOKEN, Objective
+from roll_flash.learner.losses.records import RowRecord, bounded_log_ratio
 from roll_flash.learner.losses.second_moment import leave_out, outward_log_ratios
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.model import lora
 from roll_flash.learner.model.compiled_layers import compile_layers
+from roll_flash.learner.model.exact_settings import ExactSettings
 from roll_flash.learner.model.policy_model import (
     CriticModel,
-    ExactSettings,
     PolicyModel,
     check_same_vocabulary,
     check_weight_files,
@@ -54,6 +55,7 @@ from roll_flash.learner.ranks import checkpoint
 from roll_flash.learner.ranks.device import CPU, rank_device, reserved_gpus
 from roll_flash.learner.ranks.gradient_sync import GradientSync
 from roll_flash.learner.ranks.optimizer import open_optimizer, trained_parts
+from roll_flash.learner.ranks.rank_actor import Forms, UpdateRecord
 from roll_flash.learner.ranks.rendezvous import interface_of, is_on_one_machine, join_rendezvous, open_rendezvous
 from roll_flash.learner.ranks.row_memory import (
     GpuMemory,
@@ -62,7 +64,6 @@ from roll_flash.learner.ranks.row_memory import (
     longest_row,
 )
 from roll_flash.learner.ranks.weight_average import WeightAverage, local_part
-from roll_flash.learner.weights.channel import TRANSFER, TRANSFER_THREADS
 from roll_flash.learner.weights.device import DeviceWeightStage
 from roll_flash.learner.weights.staged import WeightStage, check_can_be_staged, whole_tensors
 from roll_flash.stream.blocks import fetch_tokens
@@ -71,20 +72,6 @@ from roll_flash.watchdog.stacks import register_stacks
 _LOG = logging.getLogger(__name__)
 
 GPU_BACKEND = "cpu:gloo,cuda:nccl"
-
-Forms = Mapping[Path, ExactSettings]
-"""Settings for exact computation, per model folder."""
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateRecord:
-    """Result of one optimizer update. `grad_norm` is the norm of the normalised gradient before clipping,
-    `value_grad_norm` that of a critic's weights."""
-
-    grad_norm: float
-    skipped: bool
-    seconds: float
-    value_grad_norm: float | None = None
 
 
 class LearnerRank:
@@ -557,27 +544,6 @@ class LearnerRank:
             return None
         with open_policy_model(folder, forms[folder], self._temperature) as (reference, files):
             return self._shard(reference.requires_grad_(False), files)
-
-
-def rank_actor(rank: type, transfer: WeightTransfer) -> Any:
-    """Return the Ray actor class of `rank`; with `nccl` it sends weights in separate threads."""
-    if transfer != "nccl":
-        return ray.remote(rank)
-    return ray.remote(concurrency_groups={TRANSFER: TRANSFER_THREADS})(rank)  # type: ignore[call-overload]
-
-
-def rank_environment(threads: int) -> dict[str, str]:
-    """Return the environment variables of a rank with `threads` CPU threads."""
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        # Every pass allocates and frees large activations and gradients. Keeping this memory in the process avoids
-        # page faults, which cost several per cent of a step on CPU.
-        "MALLOC_MMAP_MAX_": "0",
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    }
 
 
 def _flex_attention_works(device: torch.device, model: PreTrainedModel) -> bool:

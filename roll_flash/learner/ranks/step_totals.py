@@ -10,8 +10,14 @@ from typing import Literal
 import numpy as np
 
 from roll_flash.engines.learner import SampleName
-from roll_flash.learner.losses.critic import value_metrics
-from roll_flash.learner.losses.objective import Floats, RowRecord, by_staleness, off_policy_metrics, staleness_metrics
+from roll_flash.learner.losses.records import (
+    Floats,
+    RowRecord,
+    by_staleness,
+    off_policy_metrics,
+    staleness_metrics,
+    value_metrics,
+)
 from roll_flash.learner.losses.second_moment import SecondMoment
 from roll_flash.learner.losses.shaping import ShapedReward
 from roll_flash.learner.packing.rows import TrainSequence

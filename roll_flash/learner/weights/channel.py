@@ -51,6 +51,6 @@ class NcclChannel:
             raise
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        call = getattr(self._first_rank, method).options(concurrency_group=TRANSFER).remote(*arguments)
+        call = self._first_rank.call.options(concurrency_group=TRANSFER).remote(method, *arguments)
         (result,) = await self._gather([call], method, self._timeout_s + ANSWER_S)
         return result
