@@ -202,9 +202,8 @@ class Start:
             progress.note(f"changed by this resume: {change}")
         progress.note(self.disk)
         progress.note(
-            f"run folder {self.run_dir.folder}; starting the learner, then {config.inference.servers} inference "
-            f"server(s) and {config.rollout.workers} rollout worker(s) ({config.usual_start}; logs in "
-            f"{self.run_dir.logs})"
+            f"run folder {self.run_dir.folder}; starting the learner, {config.inference.servers} inference server(s) "
+            f"and {config.rollout.workers} rollout worker(s) ({config.usual_start}; logs in {self.run_dir.logs})"
         )
         for line in self.fit.notes() if self.fit else ():
             progress.note(line)
@@ -220,7 +219,7 @@ async def open_system(
 ) -> AsyncIterator[System]:
     """Start learner, servers, workers and the stream between them. A `failure` in the background ends the start.
 
-    Checks that may fail come before slow starts. Everything is stopped in reverse order.
+    What does not need each other starts side by side. Everything is stopped in reverse order.
     """
     async with AsyncExitStack() as stack:
         try:
@@ -252,15 +251,16 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
     with doing("the start", "Ray and the nodes are not ready", announced_s=RAY_START_S):
         places = await _start_ray(stack, config, preparation, progress.note, start.fit)
     _note_plan(places.plan, progress)
-    with doing("the start", "learner and servers are not ready", announced_s=config.usual_start_s):
-        engine = await _start_models(stack, config, start.model_folder, run_dir.logs, learner, places, progress.note)
+    with doing("the start", "learner, servers and rollout workers are not ready", announced_s=config.usual_start_s):
+        stack.push_async_callback(learner.close)
+        engine = await _open_servers(stack, config, start.model_folder, run_dir.logs, places, progress.note)
+        fleet = _open_workers(stack, config, None, start.model_folder, start.sandboxes, places)
+        await gather_or_cancel(_start_models(learner, engine, places), fleet.start())
+        spec = shared_spec(config, engine.client_spec())
+        await fleet.serve(spec)
     if teacher is not None:
         await _start_teacher(stack, start, teacher, engine, progress.note)
-    settings = worker_settings(config, engine.client_spec(), start.model_folder, bool(start.sandboxes))
-    with doing("the start", "rollout workers are not ready"):
-        fleet = await _start_workers(stack, config, settings, places)
-    assert isinstance(settings.model, ClientSpec), "training has servers of its own"
-    elastic = ElasticParts(engine, fleet, settings.model, run_dir.folder, progress.note)
+    elastic = ElasticParts(engine, fleet, spec, run_dir.folder, progress.note)
     await stack.enter_async_context(background_task(elastic.run(), "the scaling of the run"))
     resumed = None
     if start.checkpoint:
@@ -328,14 +328,14 @@ async def open_rollout(
             note = partial(say, error=True)
             preparation = NodePreparation(config, model_folder, checked.sandboxes, note)
             places = await _start_ray(stack, config, preparation, note, checked.fit, trains=False, serves=serves)
-            model: Any = endpoint
-            if model is None:
+            engine = None
+            if endpoint is None:
                 assert model_folder is not None, "either a model folder or an endpoint"
                 engine = _open_engine(stack, config, model_folder, logs, places)
-                await engine.start()
-                model = engine.client_spec()
-            settings = worker_settings(config, model, model_folder, bool(checked.sandboxes))
-            fleet = await _start_workers(stack, config, settings, places)
+            fleet = _open_workers(stack, config, endpoint, model_folder, checked.sandboxes, places)
+            await gather_or_cancel(fleet.start(), *([engine.start()] if engine is not None else []))
+            if engine is not None:
+                await fleet.serve(shared_spec(config, engine.client_spec()))
         yield fleet
 
 
@@ -357,13 +357,9 @@ async def open_models(
         for line in fit.notes() if fit else ():
             note(line)
         places = await _start_ray(stack, config, preparation, note, fit, serves=serves)
-        if serves:
-            engine = await _start_models(stack, config, model_folder, logs, learner, places, note)
-        else:
-            engine = None
-            stack.push_async_callback(learner.close)
-            await learner.check_model(places)
-            await learner.start()
+        stack.push_async_callback(learner.close)
+        engine = await _open_servers(stack, config, model_folder, logs, places, note) if serves else None
+        await _start_models(learner, engine, places)
         yield engine, places.plan
 
 
@@ -411,35 +407,35 @@ async def _free(places: Reservation, ray_is_alive: Callable[[], Awaitable[bool]]
         await places.close()
 
 
-async def _start_models(
+async def _open_servers(
     stack: AsyncExitStack,
     config: Config,
     model_folder: Path,
     logs: Path,
-    learner: LearnerEngine,
     places: Reservation,
     note: Callable[[str], None],
 ) -> InferenceEngine:
-    """Let the learner try the model before servers start: an unsupported model then costs only one process. If it is
-    supported, that process keeps what it has loaded."""
-    stack.push_async_callback(learner.close)
-    note(
-        f"trying in the learner's first process whether {model_folder.name} is computed exactly; servers and "
-        "workers start after that (usually 10-40 s)"
-    )
-    await learner.check_model(places)
+    """Return the engine of servers that training uses, not started."""
     no_replay = await call_in_thread(lambda: why_no_replay(config, model_folder))
     if no_replay:
         note(f"learner.routing_replay is off: {no_replay}; learner and servers may choose different experts")
-    engine = _open_engine(stack, config, model_folder, logs, places, returns_experts=no_replay is None)
-    note(f"the model is; starting servers and the rest of the learner ({config.usual_start_of_servers})")
-    if places.shares_gpus:
-        # vLLM measures the free memory of its GPU while it starts.
-        await engine.start()
+    return _open_engine(stack, config, model_folder, logs, places, returns_experts=no_replay is None)
+
+
+async def _start_models(learner: LearnerEngine, engine: InferenceEngine | None, places: Reservation) -> None:
+    """Start learner and servers. On a GPU that both share, the servers come between the learner's trial of the model
+    and its start: vLLM measures the free memory while it starts."""
+
+    async def start_learner() -> None:
+        await learner.check_model(places)
+        if places.shares_gpus and engine is not None:
+            await engine.start()
         await learner.start()
+
+    if places.shares_gpus or engine is None:
+        await start_learner()
     else:
-        await gather_or_cancel(engine.start(), learner.start())
-    return engine
+        await gather_or_cancel(engine.start(), start_learner())
 
 
 def _open_engine(
@@ -494,12 +490,17 @@ async def _start_teacher(
     teacher.servers = its.client_spec
 
 
-async def _start_workers(
-    stack: AsyncExitStack, config: Config, settings: WorkerSettings, places: Reservation
+def _open_workers(
+    stack: AsyncExitStack,
+    config: Config,
+    model: ChatEndpoint | None,
+    model_folder: Path | None,
+    sandboxes: Collection[SandboxSpec],
+    places: Reservation,
 ) -> WorkerFleet:
-    fleet = open_fleet(config, settings, places)
+    """Return the workers, not started. `model` None: they are told of the servers later."""
+    fleet = open_fleet(config, worker_settings(config, model, model_folder, bool(sandboxes)), places)
     stack.push_async_callback(fleet.close)
-    await fleet.start()
     return fleet
 
 
@@ -549,10 +550,17 @@ def _note_plan(plan: Plan, progress: Progress) -> None:
             progress.note(f"placement: {line}")
 
 
-def worker_settings(config: Config, model: Any, model_folder: Path | None, needs_sandbox: bool) -> WorkerSettings:
+def shared_spec(config: Config, servers: ClientSpec) -> ClientSpec:
+    """Return the servers as each worker uses them."""
+    return replace(servers, clients=config.rollout.workers, pin_sessions=not config.scheduler.replicate)
+
+
+def worker_settings(
+    config: Config, model: ClientSpec | ChatEndpoint | None, model_folder: Path | None, needs_sandbox: bool
+) -> WorkerSettings:
     rollout = config.rollout
     if isinstance(model, ClientSpec):
-        model = replace(model, clients=rollout.workers, pin_sessions=not config.scheduler.replicate)
+        model = shared_spec(config, model)
     above = {env.id: env.success_above for env in config.envs if env.success_above is not None}
     return WorkerSettings(
         model=model,

@@ -125,6 +125,7 @@ def test_an_error_in_the_background_ends_the_start_of_an_evaluation_too(monkeypa
 
     monkeypatch.setattr(system, "_start_ray", start_ray)
     monkeypatch.setattr(system, "_open_engine", lambda *_: Mock(start=for_ever))
+    monkeypatch.setattr(system, "_open_workers", lambda *_: Mock(start=for_ever))
     config = load_config({"model": {"path": "tiny"}, "envs": [{"id": "tests.counting:Counting-v0"}]})
 
     async def run() -> None:

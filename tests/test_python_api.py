@@ -16,6 +16,7 @@ import pytest
 import roll_flash
 from roll_flash.evaluation.result import EvalResult, score
 from roll_flash.evaluator import EvalRequest, plan_evaluation
+from roll_flash.models.shape import read_shape
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.run.run_dir import RunDir
@@ -258,3 +259,28 @@ def test_the_example_runs_in_the_cells_of_a_notebook(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 2: reward" in done.stdout
+
+
+LOOKS = """
+import sys
+import psutil
+import roll_flash
+
+def look(step, metrics):
+    started = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True)]
+    print("torch" in sys.modules, any("gcs_server" in line for line in started))
+    print([line for line in started if "dashboard.py" in line or "monitor.py" in line])
+
+config = roll_flash.load_config(sys.argv[1], [f"runs={sys.argv[2]}", "steps=1"])
+roll_flash.train(config, on_step=look)
+"""
+
+
+@pytest.mark.ray
+def test_a_run_starts_and_imports_only_what_it_uses(tmp_path: Path) -> None:
+    """All of it is waited for before the first step."""
+    read_shape("tiny")  # once, with torch
+    command = [sys.executable, "-c", LOOKS, str(ROOT / "examples/first.yaml"), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "False True\n[]\n" in done.stdout

@@ -540,7 +540,7 @@ class Config(Section):
     @property
     def usual_start(self) -> str:
         """Typical start time of servers, learner and workers, as text for the user."""
-        return "usually 60-180 s, most of it vLLM's" if self.inference.engine == "vllm" else "usually 20-40 s"
+        return "usually 60-180 s, most of it vLLM's" if self.inference.engine == "vllm" else "usually 10-40 s"
 
     @property
     def usual_start_s(self) -> float:

@@ -116,9 +116,23 @@ class WorkerFleet:
         self._error: BaseException | None = None
 
     async def start(self) -> None:
-        """Start every worker. Raises the error of a worker's start (SandboxError, RunError, ...); by then no worker is
-        still starting, and `close` ends the started ones."""
+        """Start every worker. Without a model in the settings they take episodes after `serve`.
+
+        Raises the error of a worker's start (SandboxError, RunError, ...); by then no worker is still starting, and
+        `close` ends the started ones.
+        """
         await gather_or_cancel(*(self._start_worker(index) for index in range(self._count)))
+        if self._settings.model is not None:
+            self._begin_all()
+
+    async def serve(self, model: ClientSpec) -> None:
+        """Give workers that were started without a model its servers. Raises errors as `start` does."""
+        self._settings = replace(self._settings, model=model)
+        started, self._members = self._members, []
+        await gather_or_cancel(*(self._serve_worker(member, model) for member in started))
+        self._begin_all()
+
+    def _begin_all(self) -> None:
         self._members.sort(key=lambda member: member.index)
         for member in self._members:
             self._begin(member)
@@ -304,10 +318,20 @@ class WorkerFleet:
             except WORKER_DIED as error:
                 self._count_death_at_start(index, error)
 
-    async def _admit(self, member: _WorkerHandle) -> None:
-        """Let a new worker take episodes if it reaches all servers."""
+    async def _serve_worker(self, member: _WorkerHandle, model: ClientSpec) -> None:
+        """Give a worker its servers. One that has died is started again."""
+        try:
+            await self._admit(member, model)
+        except WORKER_DIED as error:
+            self._count_death_at_start(member.index, error)
+            await self._start_worker(member.index)
+
+    async def _admit(self, member: _WorkerHandle, model: ClientSpec | None = None) -> None:
+        """Let a new worker take episodes if it reaches all servers. `model`: those that it was started without."""
         index = member.index
         try:
+            if model is not None:
+                await _within(member.actor.use.remote(model), CALL_TIMEOUT_S, "use")
             lost = await _within(member.actor.unreachable_servers.remote(), CALL_TIMEOUT_S, "unreachable_servers")
             if lost:
                 raise RunError(

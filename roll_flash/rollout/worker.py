@@ -65,9 +65,10 @@ class ChatEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """Picklable settings of a worker. `model`: our own servers or a third-party endpoint."""
+    """Picklable settings of a worker. `model`: our own servers or a third-party endpoint; None: servers of ours that
+    are still starting, of which `use` tells later."""
 
-    model: ClientSpec | ChatEndpoint
+    model: ClientSpec | ChatEndpoint | None
     tokenizer_folder: Path | None
     max_length: int
     deadlines: Deadlines
@@ -160,12 +161,17 @@ class Worker:
         assert folder is not None, "a model of ours comes with its tokenizer"
         self._tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.chat_template_kwargs)
         open_conversation(settings.thinking, self._tokenizer, [{"role": "user", "content": "."}])  # raises if unusable
-        self._client = open_client(model, self._tokenizer)
+        if model is not None:
+            self._client = open_client(model, self._tokenizer)
 
     async def use(self, model: ClientSpec) -> None:
-        """Use other servers of the same model from now on."""
+        """Use these servers from now on; after others, servers of the same model."""
+        from roll_flash.inference.client.token_client import open_client
+
         self._settings = replace(self._settings, model=model)
-        if self._client is not None:
+        if self._client is None:
+            self._client = open_client(model, self._tokenizer)
+        else:
             await self._client.use(model)
 
     def submit(self, episodes: list[EpisodeSpec]) -> None:

@@ -7,7 +7,6 @@ import asyncio
 import sys
 import types
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +26,6 @@ from roll_flash.inference.servers.remote import check_slices
 from roll_flash.inference.vllm import server as vllm_server
 from roll_flash.inference.vllm.arguments import command_line
 from roll_flash.inference.vllm.server import vllm_device
-from roll_flash.models.prepare import resolve_model
 
 GIB = 2**30
 TREE: dict[str, Any] = {"model": {"path": "tiny"}, "envs": [{"id": "A-v0"}]}
@@ -274,20 +272,12 @@ class StandIn:
 
 @pytest.mark.parametrize("shares_gpus", [True, False])
 def test_on_a_shared_gpu_the_server_is_up_before_the_learner_takes_memory(
-    shares_gpus: bool, monkeypatch: pytest.MonkeyPatch
+    shares_gpus: bool,
 ) -> None:
     events: list[str] = []
-    monkeypatch.setattr(system, "_open_engine", lambda *_, **options: StandIn("server", events))
-
-    async def start() -> None:
-        config = load_config(TREE)
-        places: Any = types.SimpleNamespace(shares_gpus=shares_gpus)
-        learner: Any = StandIn("learner", events)
-        async with AsyncExitStack() as stack:
-            folder = resolve_model("tiny")
-            await system._start_models(stack, config, folder, Path("logs"), learner, places, lambda _: None)
-
-    asyncio.run(start())
-    one_after_another = ["server starts", "server is up", "learner starts", "learner is up"]
-    together = ["server starts", "learner starts", "server is up", "learner is up"]
-    assert events == ["the model is tried", *(one_after_another if shares_gpus else together)]
+    learner, server = StandIn("learner", events), StandIn("server", events)
+    places = types.SimpleNamespace(shares_gpus=shares_gpus)
+    asyncio.run(system._start_models(cast(Any, learner), cast(Any, server), cast(Any, places)))
+    one_after_another = ["the model is tried", "server starts", "server is up", "learner starts", "learner is up"]
+    together = ["server starts", "the model is tried", "learner starts", "server is up", "learner is up"]
+    assert events == (one_after_another if shares_gpus else together)

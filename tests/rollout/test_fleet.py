@@ -19,7 +19,9 @@ import ray
 from ray.exceptions import ActorDiedError, RayActorError
 
 from roll_flash.config.tree import load_config
+from roll_flash.engines.inference import ClientSpec
 from roll_flash.errors import RunError
+from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.processes.background import first_failure
 from roll_flash.processes.deadlines import RecentCount
@@ -32,6 +34,7 @@ from roll_flash.scheduling.tasks import SeedTasks, make_task
 from roll_flash.stream import TrajectoryStream
 from roll_flash.types import EpisodeFailure, EpisodeSpec, FinishedEpisode, SamplingParams, Trajectory
 from roll_flash.watchdog.activity import Activities, watched
+from tests.inference.stand_in_server import StandInServer, well
 
 COUNTING = "tests.counting:Counting-v0"
 STUCK = "tests.stuck:Stuck-v0"
@@ -115,6 +118,28 @@ def test_every_episode_is_played_once_over_several_workers(endpoint: str) -> Non
     outcomes = asyncio.run(run())
     assert Counter(outcome.episode_id for outcome in outcomes) == {f"e{i}": 1 for i in range(40)}
     assert all(isinstance(outcome, Trajectory) and outcome.reward == 3.0 for outcome in outcomes)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_local")
+def test_workers_that_started_before_their_servers_play_with_them_also_one_that_died_meanwhile() -> None:
+    async def run() -> list[Outcome]:
+        settings = WorkerSettings(None, resolve_model("tiny"), 256, Deadlines(10.0, 10.0, 60.0), None, "fleet-test")
+        fleet = WorkerFleet(settings, workers=2)
+        try:
+            await fleet.start()
+            ray.kill(fleet._members[1].actor)
+            async with StandInServer(well) as server:
+                await fleet.serve(ClientSpec("vllm", (server.endpoint,), "tiny", 256))
+                assert fleet.size == 2
+                return await play(fleet, make_episodes(8, step_s=0.1), max_concurrent=8)
+        finally:
+            await fleet.close()
+
+    outcomes = asyncio.run(run())
+    assert all(isinstance(outcome, Trajectory) for outcome in outcomes), outcomes
+    assert len(outcomes) == 8
+    assert len(workers_of(outcomes)) == 2
 
 
 @pytest.mark.ray

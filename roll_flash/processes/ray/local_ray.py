@@ -31,7 +31,9 @@ CPUS_PER_CORE = 4
 """CPUs that a run's own Ray declares per core: servers, ranks and workers of a small run share the cores, while Ray
 still refuses what would only get in each other's way."""
 ATTEMPTS = 3
-NO_PORT = "-1"
+UNUSED = ("start_monitor", "start_api_server", "start_log_monitor")
+"""Methods of Ray's node that start processes for scaling, its dashboard and logs on the terminal. No option leaves them
+out; each takes half a second or more of processor time, one is waited for, and one would listen on every address."""
 QUIET: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "configure_logging": False}
 
 _log = logging.getLogger(__name__)
@@ -73,7 +75,7 @@ def _cluster(config: RayConfig, cancelled: threading.Event) -> Iterator[None]:
         folder = make_short_folder("ray")
         guard = RayGuard(folder)
         try:
-            with _initialised(_local_options(folder, config), config, cancelled):
+            with _without_unused_parts(), _initialised(_local_options(folder, config), config, cancelled):
                 yield
         finally:
             guard.stop()
@@ -127,8 +129,6 @@ def _own_cpus(config: RayConfig) -> int:
 def _local_options(folder: Path, config: RayConfig) -> dict[str, Any]:
     # Ray logs that a new cluster requires a token, which is its default and no news for users.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    # Ray's autoscaler exposes its metrics to everyone, on every address. There is nothing to scale here.
-    os.environ.setdefault("AUTOSCALER_METRIC_PORT", NO_PORT)
     return {
         "_temp_dir": str(folder / "ray"),  # Ray makes this folder readable for everyone
         "address": "local",  # else Ray would join another user's cluster on this machine
@@ -137,6 +137,21 @@ def _local_options(folder: Path, config: RayConfig) -> dict[str, Any]:
         "num_cpus": _own_cpus(config),
         "num_gpus": len(own_gpus(config)),
     }
+
+
+@contextmanager
+def _without_unused_parts() -> Iterator[None]:
+    """Let Ray start no process of `UNUSED`."""
+    from ray._private.node import Node
+
+    before = {name: getattr(Node, name) for name in UNUSED}
+    for name in UNUSED:
+        setattr(Node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Node, name, method)
 
 
 @contextmanager
