@@ -77,15 +77,17 @@ def _rows(status: RunStatus, full: str, empty: str) -> Iterator[tuple[str, Rende
     for name in (REWARD, SUCCESS):
         if values := status.recent.get(name):
             yield name, Text(f"{_number(values[-1], '.3f')}  {sparkline(values, ascii_only=full.isascii())}", "green")
-    if status.episodes:
+    is_done = status.state == "done"  # nothing plays, works or serves any more
+    if status.episodes and not is_done:
         counts = {text: status.episodes.get(name, 0) for name, text in EPISODES.items()}
         yield "episodes", Text(_counts(counts) or "none is running")
     if status.staleness:
         yield "staleness", Text("  ".join(_ages(status.staleness, full)))
-    if status.busy:
+    if status.busy and not is_done:
         shares = (f"{name} {bar(share, full, empty)} {share:4.0%}" for name, share in status.busy.items())
         yield "busy", Text("  ".join(shares))
-    yield from _servers(status.servers)
+    if not is_done:
+        yield from _servers(status.servers)
     if speeds := status.recent.get(TOKENS_PER_S):
         seconds = status.recent.get(STEP_S, [None])
         yield "speed", Text(f"{_number(speeds[-1], ',.0f')} tok/s  {_number(seconds[-1], '.1f')} s a step")

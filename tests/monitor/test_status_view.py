@@ -70,6 +70,11 @@ def test_each_thing_has_its_row() -> None:
     ]
 
 
+def test_in_a_run_that_is_done_nothing_plays_or_serves_any_more() -> None:
+    lines = drawn(replace(BUSY, state="done", now=[])).splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["reward", "staleness", "speed", "weights", "lost"]
+
+
 @pytest.mark.parametrize("width", [20, 40, 60, 200])
 def test_no_line_is_longer_than_the_terminal_and_nothing_is_lost(width: int) -> None:
     lines = drawn(BUSY, width).splitlines()
