@@ -93,9 +93,13 @@ _FILES: Mapping[str, Callable[[str], dict[str, str]]] = {
 
 
 def _questions() -> str:
+    """A small model can learn these in a few minutes: the answer stands in the question."""
     chance = random.Random(0)
-    pairs = chance.sample([(a, b) for a in range(1, 51) for b in range(1, 51)], _ROWS)
-    rows = ({"prompt": f"What is {a} + {b}? Reply with the number only.", "answer": a + b} for a, b in pairs)
+    rows = []
+    for order in chance.sample(range(1000, 10000), _ROWS):
+        thing, days = chance.choice(["lamp", "chair", "kettle", "clock"]), chance.randint(2, 30)
+        story = f"My {thing} of order {order} came {days} days late."
+        rows.append({"prompt": f"{story} What is the order number?", "answer": order})
     return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
@@ -129,6 +133,7 @@ rollout:
 
 eval:
   tasks: 16
+  temperature: 1.0 # as in training
 $engine"""
 
 _ENVIRONMENT_PART = """
@@ -150,13 +155,15 @@ $engine"""
 _REWARDS = '''\
 """Rewards of $project. A reward is a number; this one is between 0 and 1."""
 
+import re
+
 
 def right(answer: str, expected: int) -> float:
-    """1 for the number of the row, 0.1 for another number, 0 for anything else."""
-    answer = answer.strip().rstrip(".")
-    if not answer.isdecimal():
+    """1 if the last number of the answer is that of the row, 0.1 for another number, 0 for none."""
+    numbers = re.findall(r"\\d+", answer)
+    if not numbers:
         return 0.0
-    return 1.0 if int(answer) == expected else 0.1
+    return 1.0 if numbers[-1] == str(expected) else 0.1
 '''
 
 _TEST_REWARDS = '''\
@@ -167,7 +174,7 @@ from rewards import right
 from roll_flash.envs.check.configs import check_config
 
 
-@pytest.mark.parametrize(("answer", "earns"), [("12", 1.0), (" 12.", 1.0), ("13", 0.1), ("twelve", 0.0), ("", 0.0)])
+@pytest.mark.parametrize(("answer", "earns"), [("12", 1.0), ("It is 12.", 1.0), ("13", 0.1), ("twelve", 0.0)])
 def test_it_rewards_the_right_number(answer: str, earns: float) -> None:
     assert right(answer, 12) == earns
 

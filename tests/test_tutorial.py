@@ -68,10 +68,10 @@ def test_a_stranger_gets_to_the_end(tmp_path: Path) -> None:
                     folder = folder / line.removeprefix("cd ")
                 else:
                     said += run(["sh", "-c", f"{line} {SHORT}" if line == "roll-flash train train.yaml" else line])
-    assert "user: What is" in said
+    assert "What is the order number?" in said
     assert "try  done  step 2/2" in said
     assert "FAIL" not in said
-    assert "Run sums is done" in said
-    assert (folder / "sums.png").read_bytes().startswith(b"\x89PNG")
+    assert "Run orders is done" in said
+    assert (folder / "orders.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "after" / "report.html").is_file()
-    assert (folder / "sums-model" / "config.json").is_file()
+    assert (folder / "orders-model" / "config.json").is_file()
