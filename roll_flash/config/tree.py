@@ -510,6 +510,11 @@ class Config(Section):
                 "distill adds to the advantages of a group, and learner.advantage=gae computes its own from values; "
                 "choose another advantage, or remove distill"
             )
+        if self.learner.shapes_rewards and not self.distill.reward_weight:
+            raise ValueError(
+                "learner.kl.in_reward and learner.overlong.max_tokens change rewards, which distill.reward_weight=0 "
+                "does not look at; raise it, or remove them"
+            )
         if self.distill.hint is not None and self.model.thinking == "strip":
             raise ValueError("distill.hint needs model.thinking=keep: with strip an episode has several prompts")
         if any(stage.name == TEACHER for stage in self.stages):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.packing.rows import TrainSequence, pack
 from roll_flash.learner.packing.sequences import split_minibatches
 from roll_flash.learner.ranks.fsdp import FsdpLearner
+from roll_flash.learner.ranks.optimizer import trained_parts
 from roll_flash.stream.blocks import TokenArrays
 from roll_flash.types import Branch, Group, Trajectory, Turn
 from tests.learner.critic_loop import estimate, plain_critic_loop
@@ -319,6 +321,22 @@ def test_warmup_steps_train_the_critic_and_leave_the_policy_and_its_momentum_alo
     assert taken == 1, "the optimizer of the policy took its first step"
     for before, after in itertools.pairwise(heads):
         assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("kind", ["head", "model"])
+def test_supervised_steps_leave_the_critic_and_its_moments_alone(tiny_model: Path, kind: str) -> None:
+    async def use(learner: FsdpLearner) -> set[float]:
+        handle: Any = learner._ranks[0]
+        rank = handle._rank
+        before = deepcopy(rank._critic.state_dict()) if kind == "model" else {}
+        await learner.sft_step(GROUPS[0].trajectories, counts=False)
+        for name, tensor in before.items():
+            assert torch.equal(tensor.full_tensor(), rank._critic.state_dict()[name].full_tensor()), name
+        _, of_critic = trained_parts(rank._policy, rank._critic)
+        return {float(rank._optimizer.state[parameter]["step"]) for parameter in of_critic}
+
+    settings = SETTINGS | {"critic": {"kind": kind, "learning_rate": 1e-2}, "weight_decay": 0.5}
+    assert in_process(tiny_model, use, **settings) == {0}
 
 
 @pytest.mark.parametrize("kind", ["head", "model"])

@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,16 +20,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from roll_flash.config.sections.distill import DistillConfig
 from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.engines.learner import StepResult
 from roll_flash.errors import CheckpointError, LearnerError, ModelError
 from roll_flash.learner.model.policy_model import load_policy_model
 from roll_flash.learner.ranks.fsdp import FsdpLearner
-from roll_flash.types import Group
+from roll_flash.types import FinishedGroup, Group
 from tests.learner.conftest import make_tiny_model
 from tests.learner.in_process import assert_same_weights, in_process, weights_of
 from tests.learner.plain_loop import plain_loop
 from tests.learner.samples import make_group, make_trajectory, replace_trajectory
+from tests.learner.test_teacher_advantages import distill, scored
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 Result = TypeVar("Result")
@@ -37,11 +39,16 @@ GROUPS = [make_group(seed, prompt=20, turn=(3, 12)) for seed in range(4)]
 
 
 def with_learner(
-    model: Path, use: Callable[[FsdpLearner], Awaitable[Result]], *, async_ratio: float = 10, **settings: Any
+    model: Path,
+    use: Callable[[FsdpLearner], Awaitable[Result]],
+    *,
+    async_ratio: float = 10,
+    distill: DistillConfig | None = None,
+    **settings: Any,
 ) -> Result:
     async def run() -> Result:
         config = LearnerConfig(**{"learning_rate": 1e-3, "start_timeout_s": 300, "step_timeout_s": 120} | settings)
-        learner = FsdpLearner(model, config, async_ratio=async_ratio)
+        learner = FsdpLearner(model, config, async_ratio=async_ratio, distill=distill)
         try:
             await learner.start()
             return await use(learner)
@@ -51,7 +58,7 @@ def with_learner(
     return asyncio.run(run())
 
 
-async def step(learner: FsdpLearner, *batches: list[Group]) -> StepResult:
+async def step(learner: FsdpLearner, *batches: Sequence[Group | FinishedGroup]) -> StepResult:
     for batch in batches:
         await learner.accumulate(batch)
     return await learner.finish_step()
@@ -101,14 +108,21 @@ SHAPED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("settings", [SHAPED, {"proximal_decay": 0.5, "minibatches": 2}], ids=["shaped", "average"])
+TAUGHT: dict[str, Any] = {"distill": distill(weight=0.5, reward_weight=1.0, discount=0.5), "minibatches": 2}
+
+
+@pytest.mark.parametrize(
+    "settings", [SHAPED, {"proximal_decay": 0.5, "minibatches": 2}, TAUGHT], ids=["shaped", "average", "taught"]
+)
 def test_what_ranks_must_agree_on_is_the_same_on_two(tiny_model: Path, settings: dict[str, Any]) -> None:
     """The second moment is that of all ranks' tokens; rewards have the divergence that either found; the bonus of the
-    second step comes from the entropy of the first; each rank averages its shards."""
+    second step comes from the entropy of the first; each rank averages its shards; each row gets what the teacher said
+    of it."""
+    groups = [scored(group) for group in GROUPS]
 
     async def use(learner: FsdpLearner) -> tuple[dict[str, torch.Tensor], StepResult]:
-        await step(learner, *([group] for group in GROUPS[:3]))
-        result = await step(learner, GROUPS[3:])
+        await step(learner, *([group] for group in groups[:3]))
+        result = await step(learner, groups[3:])
         return await weights_of(learner), result
 
     weights, result = with_learner(tiny_model, use, ranks=2, micro_batch_tokens=90, **settings)

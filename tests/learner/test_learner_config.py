@@ -17,6 +17,7 @@ from roll_flash.learner.losses.policy import LOSSES
 DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
 EXAMPLES = re.findall(r"^\| [^|]+ \| `([a-z_.]+=[^`|]+)` \|$", DOCUMENT.read_text(), re.MULTILINE)
 SMALLEST: dict[str, Any] = {"model": {"path": "tiny"}, "envs": [{"id": "Maze-v0"}]}
+TEACHER = "distill.teacher.base_url=http://localhost:8000/v1"
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -53,7 +54,13 @@ def test_every_loss_has_a_name_in_the_config() -> None:
         ("learner.loss.name=ppo learner.loss.correction=mask", "correction is not read by ppo, only by decoupled_ppo"),
         ("learner.loss.positive_weight=2", "positive_weight is not read by decoupled_ppo, only by weighted_topr"),
         ("learner.loss.name=tis learner.loss.clip_low=0.1", "clip_low is not read by tis"),
-        ("learner.loss.correction_floor=3", "correction_floor is above correction_cap"),
+        ("learner.loss.correction=mask learner.loss.correction_floor=3", "correction_floor is above correction_cap"),
+        ("learner.loss.correction_floor=0.3", "correction_floor is not read with correction=tis"),
+        ("learner.loss.correction=none learner.loss.correction_cap=3", "correction_cap is not read with"),
+        (
+            "learner.loss.name=reinforce learner.loss.correction=none learner.loss.correction_level=turn",
+            "correction_level is not read with correction=none",
+        ),
         ("learner.advantage=reinforce++ learner.normalize_advantage=group", r"reinforce\+\+ has no group"),
         ("learner.advantage=gigpo learner.normalize_advantage=batch", "gigpo has no batch"),
         ("learner.turn_weight=2", "not read by grpo, only by gigpo"),
@@ -66,8 +73,17 @@ def test_every_loss_has_a_name_in_the_config() -> None:
         ("learner.overlong.penalty=2", "penalty is not read without"),
         ("learner.overlong.max_tokens=64 learner.overlong.buffer_tokens=65", "buffer_tokens is above max_tokens"),
         ("learner.kl.in_reward=true", "in_reward has no effect with coefficient=0"),
+        (f"{TEACHER} learner.kl.in_reward=true learner.kl.coefficient=1", "distill.reward_weight=0 does not look at"),
+        (
+            f"{TEACHER} learner.overlong.max_tokens=64 learner.overlong.buffer_tokens=8",
+            "distill.reward_weight=0 does not look at",
+        ),
         ("learner.kl.in_reward=true learner.kl.coefficient=1 learner.kl.estimator=k3", "estimator=k3 is not read"),
         ("learner.proximal_decay=0.9 learner.loss.name=gspo", "proximal_decay is not read by gspo"),
+        (
+            "learner.proximal_decay=0.9 learner.loss.name=reinforce learner.loss.correction=none",
+            "proximal_decay is not read by reinforce; use decoupled_ppo, or reinforce with a correction",
+        ),
         ("learner.proximal_decay=0.9 learner.loss.second_moment=1", "a moment is that of the start of the step"),
         ("learner.adaptive_entropy.step=1", "step and highest are not read without target"),
         (
@@ -82,6 +98,19 @@ def test_every_loss_has_a_name_in_the_config() -> None:
 def test_what_would_be_ignored_or_contradicts_itself_is_an_error(override: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         load_config(SMALLEST, override.split())
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "learner.loss.name=tis learner.loss.correction_cap=0.4",
+        "learner.loss.correction_cap=0.4",
+        "learner.proximal_decay=0.9 learner.loss.name=ppo learner.loss.sequence_cap=2",
+        f"{TEACHER} distill.reward_weight=1 learner.kl.in_reward=true learner.kl.coefficient=1",
+    ],
+)
+def test_what_is_read_is_not_refused(override: str) -> None:
+    assert load_config(SMALLEST, override.split())
 
 
 def test_what_was_resolved_can_be_run_again_with_another_loss() -> None:

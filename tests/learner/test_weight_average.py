@@ -131,3 +131,14 @@ def test_the_model_is_as_it_was_after_the_average_was_used(tiny_model: Path) -> 
         return before, await weights_of(learner)
 
     assert_equal_weights(*in_process(tiny_model, use, **EWMA))
+
+
+def test_the_average_begins_where_a_warm_start_ends(tiny_model: Path) -> None:
+    """No episode was sampled by the policies before: the first step has ratios of 1."""
+
+    async def use(learner: FsdpLearner) -> float:
+        for _ in range(3):
+            await learner.sft_step(STEPS[0][0].trajectories, counts=False)
+        return (await step(learner, STEPS[1])).metrics["clip_fraction"]
+
+    assert in_process(tiny_model, use, **EWMA) == 0

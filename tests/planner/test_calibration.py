@@ -183,13 +183,16 @@ def test_damaged_lines_are_left_out_with_a_note_and_a_clock_that_went_back_is_re
         read_recording(recording.folder)
 
 
-def test_differences_that_change_episodes_are_named_and_another_model_is_refused(tmp_path: Path) -> None:
+def test_differences_that_change_what_was_measured_are_named_and_another_model_is_refused(tmp_path: Path) -> None:
     recording = read_recording(run_of(tmp_path, Calibration("made", SPEEDS, load()), steps=2))
     assert require_same_work(recording, config_of()) == []
     longer = config_of(rollout={"max_concurrent": 48, "max_new_tokens": 200})
     assert require_same_work(recording, longer) == [
         "rollout.max_new_tokens differs from that of the run: its episodes may be others than those measured"
     ]
+    for changes in ({"kl": {"coefficient": 0.1}}, {"advantage": "gae"}, {"gradient_checkpointing": True}):
+        (line,) = require_same_work(recording, config_of(learner=changes))
+        assert line.endswith("of the run: a token may take the learner another time than was measured")
     with pytest.raises(ConfigError, match=r"model\.path: .* measured tiny, not smollm2-135m"):
         require_same_work(recording, config_of(model={"path": "smollm2-135m"}))
 

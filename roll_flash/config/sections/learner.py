@@ -46,6 +46,12 @@ LOSS_PARAMETERS: dict[str, frozenset[str]] = {
     "sapo": frozenset({"positive_temperature", "negative_temperature"}),
 }
 """Options that each loss reads; setting any other one is an error, so that no option is ignored."""
+_NOT_READ_WITH: dict[str, frozenset[str]] = {
+    "none": _CORRECTION - {"correction"},
+    "tis": frozenset({"correction_floor"}),
+    "mask": frozenset(),
+}
+"""Options that a correction does not read."""
 ADVANTAGE_NAMES = ("grpo", "rloo", "reinforce++", "gigpo", "gae")
 
 
@@ -122,10 +128,13 @@ class LossConfig(Section):
             if own:
                 raise ValueError(f"{key} is not read by {self.name}; write it into learner.loss.params")
             if key in LOSS_PARAMETERS[self.name]:
+                if key in _NOT_READ_WITH[self.correction]:
+                    raise ValueError(f"{key} is not read with correction={self.correction}; remove it")
                 continue
             readers = [name for name, keys in LOSS_PARAMETERS.items() if key in keys]
             raise ValueError(f"{key} is not read by {self.name}, only by {', '.join(readers)}; remove it")
-        if self.correction_floor > (2.0 if self.correction_cap is None else self.correction_cap):
+        cap = 2.0 if self.correction_cap is None else self.correction_cap
+        if self.correction == "mask" and self.correction_floor > cap:
             raise ValueError("correction_floor is above correction_cap: every token would be dropped")
         if self.sequence_cap is not None and (self.sequence_floor or 0.0) > self.sequence_cap:
             raise ValueError("sequence_floor is above sequence_cap: every sequence would be left out")
@@ -145,7 +154,8 @@ class LossConfig(Section):
     @property
     def reads_proximal(self) -> bool:
         """True if the loss depends on the proximal policy."""
-        return is_own(self.name) or "correction" in LOSS_PARAMETERS[self.name]
+        corrects = self.name == "reinforce" and self.correction != "none"
+        return is_own(self.name) or self.name == "decoupled_ppo" or corrects or self._rejects
 
     def parameters(self) -> dict[str, Any]:
         """Keyword arguments of the loss function: the options that it reads, without those left at None."""
@@ -459,7 +469,9 @@ class LearnerConfig(Section):
         if self.entropy_bonus > self.adaptive_entropy.highest and self.adaptive_entropy.target is not None:
             raise ValueError("entropy_bonus is above adaptive_entropy.highest; lower it")
         if self.proximal_decay is not None and not self.loss.reads_proximal:
-            raise ValueError(f"proximal_decay is not read by {self.loss.name}; use decoupled_ppo or reinforce")
+            raise ValueError(
+                f"proximal_decay is not read by {self.loss.name}; use decoupled_ppo, or reinforce with a correction"
+            )
         if self.proximal_decay is not None and self.loss.second_moment_limit is not None:
             raise ValueError("proximal_decay and loss.second_moment: a moment is that of the start of the step")
         if self.proximal_decay is not None and self.has_critic:

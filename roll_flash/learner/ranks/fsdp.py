@@ -320,7 +320,7 @@ class FsdpLearner:
         rate = self._config.learning_rate if learning_rate is None else learning_rate
         rate = self._scheduled(rate) if counts else rate
         normalizer = self._totals.policy_tokens
-        updates = [await self._update(normalizer, rate)]
+        updates = [await self._update(normalizer, rate, supervised=True)]
         return self._finish(normalizer, rate, updates, off_policy=False, counts=counts)
 
     async def logprobs_of(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
@@ -499,14 +499,15 @@ class FsdpLearner:
         self._entropy = control
         await self._on_all("set_entropy_bonus", control.bonus, timeout_s=self._config.step_timeout_s)
 
-    async def _update(self, normalizer: float, rate: float, *, critic_only: bool = False) -> UpdateRecord:
+    async def _update(self, normalizer: float, rate: float, **which: bool) -> UpdateRecord:
+        """`which`: see `LearnerRank.update`."""
         self._has_stepped = True
         updates: list[UpdateRecord] = await self._on_all(
             "update",
             normalizer,
             rate,
             skip=not self._totals.loss_is_finite(),
-            critic_only=critic_only,
+            **which,
             timeout_s=self._config.step_timeout_s,
         )
         self._count_skipped(updates[0].skipped)

@@ -331,13 +331,22 @@ class LearnerRank:
             dist.all_reduce(totals)
         return totals.tolist()
 
-    def update(self, normalizer: float, learning_rate: float, *, skip: bool, critic_only: bool = False) -> UpdateRecord:
+    def update(
+        self,
+        normalizer: float,
+        learning_rate: float,
+        *,
+        skip: bool,
+        critic_only: bool = False,
+        supervised: bool = False,
+    ) -> UpdateRecord:
         """Divide the gradients by `normalizer` (policy tokens or sequences of the step), clip, update. A collective.
 
         Changes nothing if the gradient is not finite or `skip` is true. If no group had a signal, the gradient is zero
         and the optimizer still steps: momentum continues, as if the gradient had been computed. `critic_only`: the
-        policy and its momentum stay as they are. The gradient of a critic is clipped by itself, because it may be large
-        while that of the policy is not.
+        policy and its momentum stay as they are. `supervised`: those of the critic do, and an average of weights begins
+        anew, because the policies before are none that sampled. The gradient of a critic is clipped by itself, because
+        it may be large while that of the policy is not.
         """
         started = time.perf_counter()
         self._sync.finish()
@@ -352,13 +361,15 @@ class LearnerRank:
             for part, norm in zip(parts, norms, strict=True):
                 gradients = [local_part(parameter.grad) for parameter in part if parameter.grad is not None]
                 torch._foreach_mul_(gradients, scale * min(1.0, self._config.max_grad_norm / (norm + 1e-6)))
-            if critic_only:
-                for parameter in parts[0]:
-                    parameter.grad = None
+            left_alone = parts[:1] if critic_only else parts[1:] if supervised else []
+            for parameter in (parameter for part in left_alone for parameter in part):
+                parameter.grad = None
             for group in self._optimizer.param_groups:
                 group["lr"] = group.get("own_lr", learning_rate)
             self._optimizer.step()
-            if self._average is not None:
+            if self._average is not None and supervised:
+                self._average.restart()
+            elif self._average is not None:
                 self._average.update()
         self._optimizer.zero_grad()
         seconds = time.perf_counter() - started

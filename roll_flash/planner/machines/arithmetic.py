@@ -72,8 +72,14 @@ def _speeds(config: Config, shape: ModelShape, hardware: Hardware, context: floa
     shares_gpu = hardware.gpus == 1
     room = cache_bytes(config, shape, hardware.gpu_bytes, shares_gpu=shares_gpu)
     weights = weight_times(config, shape, hardware)
-    train_s = trained_models(learner) * _train_flops(config, shape, context) / flops
     gathered_s = gather_s(config, shape, hardware) / learner.micro_batch_tokens
+    forward_s = _forward_flops(shape, context) / flops
+    train_s = max(trained_models(learner) * _train_flops(config, shape, context) / flops, gathered_s)
+    # The reference reads each row once more: in the gradient's pass, or, for rewards, before advantages are computed.
+    gathered_once_s = gathered_s / GATHERS_PER_ROW
+    proximal_s = max(trained_models(learner) * forward_s, gathered_once_s)
+    reference_s = max(forward_s, gathered_once_s) if learner.kl.coefficient else 0.0
+    before = learner.kl.in_reward and learner.keeps_groups
     states = (master_bytes(learner) + MOMENTS) * trained_parameters(learner, shape) // ranks_of_copy(config)
     return Speeds(
         request_s=REQUEST_S,
@@ -81,8 +87,8 @@ def _speeds(config: Config, shape: ModelShape, hardware: Hardware, context: floa
         sequence_s=per_sequence_s + growth_s,
         prompt_token_s=2 * shape.computed / flops / split,
         call_s=CALL_S,
-        train_token_s=max(train_s, gathered_s),
-        proximal_token_s=max(train_s / 3, gathered_s / GATHERS_PER_ROW),
+        train_token_s=train_s if before else train_s + reference_s,
+        proximal_token_s=proximal_s + reference_s if before else proximal_s,
         update_s=2 * states / bytes_per_s + all_reduce_s(config, shape, hardware),
         stage_s=CALL_S + weights.stage_s,
         report_s=REPORT_S,
@@ -104,9 +110,16 @@ def _read_parameters(shape: ModelShape, batch: float) -> float:
 def _train_flops(config: Config, shape: ModelShape, context: float) -> float:
     """Operations to train one token: weights, and attention over half of the context."""
     learner = config.learner
-    forwards = 1 + learner.gradient_checkpointing
-    weights = 2 * shape.computed * (forwards + (1 if learner.lora.rank else 2))
-    return weights + 2 * context * shape.query * shape.layers * (forwards + 2)
+    backward = 2 * shape.computed * (1 if learner.lora.rank else 2) + 2 * _attention_flops(shape, context)
+    return (1 + learner.gradient_checkpointing) * _forward_flops(shape, context) + backward
+
+
+def _forward_flops(shape: ModelShape, context: float) -> float:
+    return 2 * shape.computed + _attention_flops(shape, context)
+
+
+def _attention_flops(shape: ModelShape, context: float) -> float:
+    return 2 * context * shape.query * shape.layers
 
 
 def _mean_context(load: MeasuredLoad) -> float:

@@ -272,7 +272,7 @@ def merged(spans: Sequence[Span]) -> list[Span]:
 
 
 def require_same_work(recording: Recording, config: Config) -> list[str]:
-    """Return a line for each difference of `config` from the recorded run that changes its episodes.
+    """Return a line for each difference of `config` from the recorded run that changes what was measured.
 
     Raises ConfigError for another model: its speeds say nothing.
     """
@@ -282,16 +282,28 @@ def require_same_work(recording: Recording, config: Config) -> list[str]:
             f"model.path: {recording.folder} measured {run.model.path}, not {config.model.path}; make a short run with "
             "that model first"
         )
-    names = [name for name, of in _SAME_WORK.items() if of(run) != of(config)]
-    return [f"{name} differs from that of the run: its episodes may be others than those measured" for name in names]
+    return [
+        f"{name} differs from that of the run: {effect}"
+        for effect, names in (
+            ("its episodes may be others than those measured", _SAME_EPISODES),
+            ("a token may take the learner another time than was measured", _SAME_TRAINING),
+        )
+        for name, of in names.items()
+        if of(run) != of(config)
+    ]
 
 
-_SAME_WORK: Mapping[str, Callable[[Config], object]] = {
+_SAME_EPISODES: Mapping[str, Callable[[Config], object]] = {
     "envs": lambda config: [(env.id, env.kwargs, env.max_turns) for env in config.envs],
     "rollout.max_new_tokens": lambda config: config.rollout.max_new_tokens,
     "rollout.temperature": lambda config: config.rollout.temperature,
     "model.max_length": lambda config: config.model.max_length,
     "inference.engine": lambda config: config.inference.engine,
     "inference.threads": lambda config: config.inference.threads,
+}
+_SAME_TRAINING: Mapping[str, Callable[[Config], object]] = {
     "learner.lora.rank": lambda config: config.learner.lora.rank,
+    "learner.kl": lambda config: (config.learner.kl.coefficient > 0, config.learner.kl.in_reward),
+    "learner.advantage": lambda config: (config.learner.has_critic, config.learner.critic.kind),
+    "learner.gradient_checkpointing": lambda config: config.learner.gradient_checkpointing,
 }
