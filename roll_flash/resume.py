@@ -26,8 +26,8 @@ from roll_flash.stream import finished_episode
 from roll_flash.types import FinishedEpisode, FinishedGroup, Task
 
 Note = Callable[[str], None]
-COMPARED = ("loss", "grad_norm")
-"""Metrics of the learner by which a repeated step is compared with the recorded one."""
+COMPARED = {"loss": 1e-6, "grad_norm": 1e-6, "learning_rate": 0.0}
+"""Metrics of the learner by which a repeated step is compared with the recorded one, and differences that are none."""
 TOLERANCE = 1e-3
 
 
@@ -180,9 +180,9 @@ async def _repeat(
 
 def _difference(step: RecordedStep, result: StepResult) -> str:
     """Describe the first compared metric that is not as recorded."""
-    for name in COMPARED:
+    for name, ignored in COMPARED.items():
         before: Any = step.metrics.get(name)
         now = result.metrics.get(name)
-        if before is not None and now is not None and not math.isclose(before, now, rel_tol=TOLERANCE, abs_tol=1e-6):
+        if before is not None and now is not None and not math.isclose(before, now, rel_tol=TOLERANCE, abs_tol=ignored):
             return f"{name} {now:.4g} instead of {before:.4g}"
     return ""

@@ -113,7 +113,7 @@ class Learner:
     async def finish_step(self) -> StepResult:
         self.version += 1
         self.steps[self.version], self._now = self._now, []
-        return StepResult(self.version, 1, False, {"loss": float(self.version)})
+        return StepResult(self.version, 1, False, {"loss": float(self.version), "learning_rate": 2e-7})
 
     async def abandon_step(self) -> None:
         self._now = []
@@ -602,11 +602,15 @@ def test_a_step_that_the_learner_refuses_to_repeat_is_trained_from_new_episodes(
     asyncio.run(run())
 
 
-def test_a_step_with_another_result_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "difference"),
+    [("loss", 0.5, "loss 0.5 instead of 3"), ("learning_rate", 1e-7, "learning_rate 1e-07 instead of 2e-07")],
+)
+def test_a_step_with_another_result_is_named(tmp_path: Path, name: str, value: float, difference: str) -> None:
     class Differs(Learner):
         async def finish_step(self) -> StepResult:
             result = await super().finish_step()
-            return StepResult(result.version, 1, False, {"loss": 0.5})
+            return StepResult(result.version, 1, False, {name: value})
 
     async def run() -> None:
         config, _, _ = await killed(tmp_path, 14, at=4)
@@ -616,7 +620,7 @@ def test_a_step_with_another_result_is_named(tmp_path: Path) -> None:
             checkpoint = run_dir.latest_checkpoint()
             assert checkpoint is not None
             await resume(config, run_dir, checkpoint, learner, said.append)
-        assert "step 3 is repeated with another result: loss 0.5 instead of 3" in said
+        assert f"step 3 is repeated with another result: {difference}" in said
 
     asyncio.run(run())
 
