@@ -81,10 +81,13 @@ class Fates:
     def advantages(self, group_id: str, config: Any) -> dict[str, float]:
         """Return the advantage of each episode of a trained group, by its id, computed by the learner's own function
         from the rewards in the journal. Empty if it was not trained, if each turn or token has an advantage of its
-        own, if the function is the user's, or if the learner changed the rewards by what the journal does not have."""
-        if (rules := _rules(config)) is None:
+        own, if the function is the user's, if the learner changed the rewards by what the journal does not have, or if
+        it refused trajectories of the step."""
+        event = self._event(group_id)
+        refused = any(name.startswith("dropped_") for name in event.get("metrics", {}))  # not said which: not compared
+        if (rules := _rules(config)) is None or refused:
             return {}
-        groups = self._trained_with(group_id)
+        groups = _groups_of(event)
         if not rules.needs_whole_batch:
             groups = [group for group in groups if group[0] == group_id]
         found = turn_advantages([[_finished(*member) for member in members] for _, members in groups], rules)
@@ -97,17 +100,23 @@ class Fates:
 
     def rewards(self, group_id: str) -> dict[str, float]:
         """Return the reward with which each episode of a group was trained, after stages; empty if it was not."""
-        return dict(next((members for name, members in self._trained_with(group_id) if name == group_id), ()))
+        groups = _groups_of(self._event(group_id))
+        return dict(next((members for name, members in groups if name == group_id), ()))
 
-    def _trained_with(self, group_id: str) -> list[tuple[str, list[tuple[str, float]]]]:
-        """Return the groups of the step that trained a group, with the ids and rewards of their episodes."""
+    def _event(self, group_id: str) -> Mapping[str, Any]:
+        """Return what the journal has of the step that trained a group; nothing if none did."""
         if (step := self._trained.get(group_id)) is None:
-            return []
+            return {}
         path, offset, length = self._steps[step]
         with open_step(path) as file:
             file.seek(offset)
-            batches = decode(file.read(length))["batches"]
-        return [(name, members) for batch in batches for name, members in batch]
+            event: dict[str, Any] = decode(file.read(length))
+        return event
+
+
+def _groups_of(event: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, float]]]]:
+    """Return the groups of a step with the ids and rewards of their episodes."""
+    return [(name, members) for batch in event.get("batches", ()) for name, members in batch]
 
 
 def _content_bytes(path: Path) -> int | None:

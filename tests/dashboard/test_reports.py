@@ -130,6 +130,17 @@ def test_advantages_are_those_of_the_learners_own_function(
     assert shown == pytest.approx([-expected, expected, -expected, expected], abs=1e-3)
 
 
+def test_advantages_are_not_shown_where_the_learner_refused_what_was_to_be_compared(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "runs")
+    run.step(dropped_no_logprobs=1.0)
+    run.step()
+    run.close()
+    with serving(run.folder) as dashboard:
+        refused, whole = (dashboard.get("episode", run="recorded", id=f"g0000000{n}-r0") for n in range(2))
+    assert refused["advantage"] is None
+    assert whole["advantage"] is not None
+
+
 def test_advantages_from_values_are_not_shown_because_only_ranks_know_them(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "runs", learner={"advantage": "gae"})
     run.step()

@@ -134,9 +134,9 @@ class RecordedRun:
             self.episodes.write(step, episode)
             groups.setdefault(episode.group_id, []).append([episode.episode_id, episode.reward + stages_add])
         self.episodes.sync()
-        self._journal.write(
-            {"event": "trained", "version": step + 1, "batches": [[*map(list, groups.items())]], "without_rows": []}
-        )
+        batches = [[*map(list, groups.items())]]
+        event = {"event": "trained", "version": step + 1, "batches": batches, "without_rows": []}
+        self._journal.write({**event, "metrics": metrics})
         self._journal.sync()
         work = [("accumulate", begin_s + 5, begin_s + 8, 400), ("update", begin_s + 8, begin_s + 9, 0)]
         publication = {"version": step, "begin_s": begin_s + 1, "end_s": begin_s + 2.5}
