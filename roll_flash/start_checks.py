@@ -34,6 +34,8 @@ from roll_flash.stages.same_tokenizer import check_same_tokenizer
 from roll_flash.terminal import say
 from roll_flash.types import Task
 
+NO_ROLES_IN_GIGPO = "learner.advantage=gigpo compares the turns of one role; use grpo for an environment with roles"
+
 
 @dataclass(frozen=True, slots=True)
 class Checked:
@@ -67,7 +69,8 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
     entries = open_entries(config)
     size = total_size([entry.source for entry in entries])
     levels = first_tasks_of_levels(entries, config.seed, TASKS)
-    in_sandboxes = check_environments([tasks[0] for tasks in levels], config.rollout)
+    no_roles = NO_ROLES_IN_GIGPO if trains and config.learner.advantage == "gigpo" else ""
+    in_sandboxes = check_environments([tasks[0] for tasks in levels], config.rollout, no_roles)
     if not trains or config.eval.before_and_after or config.eval.every:
         for entry in entries:
             (first, *_) = held_out_of(entry.source, entry.env, config.eval)

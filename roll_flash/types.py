@@ -144,6 +144,7 @@ class Branch:
     messages: tuple[Message, ...]
     prompt_length: int
     routed_experts: NDArray[np.int16] | None = None
+    role: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,10 +175,13 @@ class Trajectory:
     finished_s: float
     info: Mapping[str, Any] = field(default_factory=dict)
     branches: tuple[Branch, ...] = ()
-    """Extra samples of the same episode, trained with its advantage."""
+    """Extra samples of the same episode, trained with its advantage, or with that of their role."""
     routed_experts: NDArray[np.int16] | None = None
     """[T, layers, k]: experts that the server used for each token; -1 for tokens that it did not compute, such as the
     last one. None if routing is not replayed."""
+    role: str = ""
+    """Role that the policy plays in this sample, of an environment with several (self-play); its turns have the reward
+    of this role."""
 
     @property
     def samples(self) -> tuple[Trajectory | Branch, ...]:
@@ -284,6 +288,8 @@ class FinishedEpisode:
     """Equal for tasks that show the model the same (`roll_flash.monitor.episodes.task_hash`)."""
     rewards: tuple[tuple[str, float], ...] = ()
     """Name and unweighted value of each reward function, as `info["rewards"]` has them at the end."""
+    roles: tuple[tuple[str, float, int], ...] = ()
+    """(role, what the environment paid it, turns) of each sample, the first one paid `reward`; empty without roles."""
     teacher_log_ratios: NDArray[np.float32] | None = None
     """log pi_teacher - log mu of the policy tokens of all samples, one after another, within +-MAX_TEACHER_LOG_RATIO;
     None without a teacher (`distill`), and before it has scored the trajectory."""
@@ -295,6 +301,15 @@ class FinishedEpisode:
         """Version of the oldest policy token in any sample, used for the staleness bound. Without tokens it is the
         largest number: the learner counts and drops such a trajectory."""
         return self.versions[0][0] if self.versions else sys.maxsize
+
+    @property
+    def role_rewards(self) -> dict[str, float]:
+        """Reward of each role; without roles that of the episode, under an empty name. What stages and penalties added
+        to `reward` since counts for each role."""
+        if not self.roles:
+            return {"": self.reward}
+        added = self.reward - self.roles[0][1]
+        return {role: paid + added for role, paid, _ in self.roles}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -308,11 +323,14 @@ class FinishedGroup:
 
     @property
     def has_signal(self) -> bool:
-        """True if rewards differ within the group, or a teacher has scored it; if not, every advantage is zero (DAPO,
-        arXiv 2503.14476)."""
-        rewards = [trajectory.reward for trajectory in self.trajectories]
+        """True if rewards of a role differ within the group, or a teacher has scored it; if not, every advantage is
+        zero (DAPO, arXiv 2503.14476)."""
+        rewards: dict[str, set[float]] = {}
+        for trajectory in self.trajectories:
+            for role, reward in trajectory.role_rewards.items():
+                rewards.setdefault(role, set()).add(reward)
         has_teacher = any(trajectory.teacher_log_ratios is not None for trajectory in self.trajectories)
-        return has_teacher or min(rewards) != max(rewards)
+        return has_teacher or any(len(found) > 1 for found in rewards.values())
 
     @property
     def packed_tokens(self) -> int:

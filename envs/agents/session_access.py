@@ -5,11 +5,14 @@ An environment with `runs_own_loop = True` takes no steps from a worker. The wor
 the model over HTTP any number of times. Then `score()` returns the reward and info, with `success` if known, and
 `close()` ends the episode. An exception in any of them fails the episode. The gateway has recorded the tokens of every
 call.
+
+With `roles = (NAME, ...)` the policy plays several roles, such as both players of a game: each has a key of its own,
+`score()` returns a dict with the reward of each as its first value, and each is trained with its own advantage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from roll_flash.types import Message
@@ -29,9 +32,11 @@ class AgentGateway:
     unrecorded_key: str = field(default="", repr=False)
     """Key whose calls are answered by the same model but not recorded or trained on, for a simulated opponent or
     user. Empty unless the environment has `needs_unrecorded_calls = True`."""
+    role_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Key of each of the environment's `roles`; `api_key` is that of the first."""
     answers: Callable[[], list[Message]] = field(default=list, repr=False)
-    """Returns the model's answers in this episode so far, as the gateway recorded them: assistant messages of the
-    chat API. No agent can change them."""
+    """Returns the model's answers in this episode so far, as the gateway recorded them, role by role: assistant
+    messages of the chat API. No agent can change them."""
 
     @property
     def base_url(self) -> str:

@@ -43,17 +43,22 @@ class BadRewardError(EnvError):
     """A reward that is not a finite number."""
 
 
-def check_environments(tasks: Iterable[Task], rollout: RolloutConfig) -> list[SandboxEnv]:
-    """Make the environment of each task once; return those that need a sandbox. Raises ConfigError with the reason."""
-    made = [_checked(task, rollout) for task in tasks]
+def check_environments(tasks: Iterable[Task], rollout: RolloutConfig, no_roles: str = "") -> list[SandboxEnv]:
+    """Make the environment of each task once; return those that need a sandbox. `no_roles`: why an environment may not
+    have several. Raises ConfigError with the reason."""
+    made = [_checked(task, rollout, no_roles) for task in tasks]
     return [env for env in made if isinstance(env, SandboxEnv)]
 
 
-def _checked(task: Task, rollout: RolloutConfig) -> Any:
+def _checked(task: Task, rollout: RolloutConfig, no_roles: str) -> Any:
     try:
         env = make_env(task.env_id, **task.kwargs).unwrapped
         if isinstance(env, Env):
             _check_timeouts(task.env_id, env, rollout)
+        if getattr(env, "roles", ()) and not _runs_own_loop(env):
+            raise ConfigError(f"{task.env_id}: roles need runs_own_loop=True: each plays through the gateway")
+        if getattr(env, "roles", ()) and no_roles:
+            raise ConfigError(f"{task.env_id}: {no_roles}")
         if task.prefix and (reason := why_not_repeatable(env)):
             raise ConfigError(f"{task.env_id}: {reason}")
         return env
@@ -121,10 +126,18 @@ class AsyncEnvironment:
     async def play(self, gateway: AgentGateway) -> None:
         await self._call(self.unwrapped.play, gateway)
 
-    async def score(self) -> tuple[float, Mapping[str, Any]]:
-        """Return the reward of the agent's work and info. Raises BadRewardError for a value that is not finite."""
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Names of the roles that the policy plays, each in a session of its own; one without a name if it has none."""
+        return tuple(getattr(self.unwrapped, "roles", ())) or ("",)
+
+    async def score(self) -> tuple[dict[str, float], Mapping[str, Any]]:
+        """Return the reward of each role and info. Raises BadRewardError for a value that is not finite, or missing."""
         reward, info = await self._call(self.unwrapped.score)
-        return _as_reward(reward), _as_info(info)
+        rewards = reward if isinstance(reward, Mapping) else {"": reward}
+        if set(rewards) != set(self.roles):
+            raise BadRewardError(f"score returned {reward!r}, not a reward for each of the roles {list(self.roles)}")
+        return {role: _as_reward(rewards[role]) for role in self.roles}, _as_info(info)
 
     def allow(self, step_s: float, episode_s: float) -> None:
         """Set the environment's time limits of one step and of the whole episode."""

@@ -130,13 +130,16 @@ class Reports:
         path = source.tokenizer_file()
         tokenizer: Tokenizer | None = None if path is None else load_tokenizer(path, path.stat().st_mtime_ns)
         columns = row_for_table(source.index, row)
+        record = _record(source, row)
         fate = self._fate(source, columns["group"], episode)
+        if record.get("role"):  # each sample has an advantage of its own
+            fate["advantage"] = None
         learner = read_logprobs(source.folder / "logs", fate["trained"], episode) if fate["trained"] else {}
         return {
             **columns,
             **fate,
             "replicas": [source.index.ids[each] for each in source.index.rows_of_group(columns["group"])],
-            **episode_page(_record(source, row), tokenizer, learner),
+            **episode_page(record, tokenizer, learner),
         }
 
     def _fate(self, source: Source, group: str, episode: str) -> dict[str, Any]:

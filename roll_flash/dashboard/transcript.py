@@ -90,6 +90,7 @@ def _sample(sample: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str,
         "messages": _messages(sample, len(turns)),
         "turns": turns,
         "tokens": [] if turns else tokens,
+        "role": sample.get("role") or "",
         "length": len(sample.get("token_ids") or []),
         "last_observation": _last_observation(sample),
     }

@@ -80,6 +80,7 @@ def _trajectory_columns(trajectory: Trajectory) -> dict[str, Any]:
         "logprobs": trajectory.logprobs,
         "versions": trajectory.versions,
         "info": dict(trajectory.info),
+        "role": trajectory.role,
         "branches": [_branch_columns(branch) for branch in trajectory.branches],
     }
 
@@ -117,6 +118,7 @@ def _failure_columns(failure: EpisodeFailure) -> dict[str, Any]:
         "logprobs": [],
         "versions": [],
         "info": {},
+        "role": "",
         "branches": [],
     }
 
@@ -221,7 +223,7 @@ def find_trajectories(folder: Path, tasks: Mapping[str, Task]) -> dict[str, Traj
     return found
 
 
-class _LoggedSample(msgspec.Struct):
+class _LoggedSample(msgspec.Struct, kw_only=True):
     """The columns of a token sequence that a resumed run reads."""
 
     token_ids: list[_TokenId]
@@ -231,6 +233,7 @@ class _LoggedSample(msgspec.Struct):
     turns: list[Turn]
     messages: list[dict[str, Any]]
     prompt_length: Count
+    role: str = ""
 
 
 class _LoggedTrajectory(_LoggedSample):
@@ -270,6 +273,7 @@ def _sample_of(record: _LoggedSample) -> dict[str, Any]:
         "turns": tuple(record.turns),
         "messages": tuple(record.messages),
         "prompt_length": record.prompt_length,
+        "role": record.role,
     }
 
 

@@ -60,6 +60,8 @@ TABLE: dict[str, list[Metric]] = {
         Metric("overlong_penalty", "reward", "mean penalty for length (`learner.overlong`)"),
         Metric("success", SHARE, "episodes that succeeded, of those that say so"),
         Metric("rewards/{name}", "reward", "mean of one of several rewards, before they are added up"),
+        Metric("roles/{name}/reward", "reward", "mean reward of a role (self-play), of the episodes in which it spoke"),
+        Metric("roles/{name}/turns_mean", COUNT, "its turns in such an episode"),
         Metric("reward_min", "reward", "lowest reward of a trained episode"),
         Metric("reward_max", "reward", "highest reward of a trained episode"),
         Metric("reward_std_in_group", "reward", "standard deviation of the rewards within a group, mean over groups"),

@@ -112,9 +112,22 @@ class StepRecord:
             for name, value in trajectory.rewards:
                 values.setdefault(name, []).append(value)
         metrics |= {f"rewards/{name}": float(np.mean(found)) for name, found in values.items()}
+        metrics |= _role_metrics(trajectories)
         if successes:
             metrics[SUCCESS] = float(np.mean(successes))
         return metrics | _teacher_metrics(trajectories)
+
+
+def _role_metrics(trajectories: Sequence[FinishedEpisode]) -> dict[str, float]:
+    rewards: dict[str, list[float]] = {}
+    turns: Counter[str] = Counter()
+    for trajectory in trajectories:
+        for role, _, its_turns in trajectory.roles:
+            turns[role] += its_turns
+        for role, reward in trajectory.role_rewards.items() if trajectory.roles else ():
+            rewards.setdefault(role, []).append(reward)
+    found = {f"roles/{role}/reward": float(np.mean(values)) for role, values in rewards.items()}
+    return found | {f"roles/{role}/turns_mean": turns[role] / len(values) for role, values in rewards.items()}
 
 
 def _teacher_metrics(trajectories: Sequence[FinishedEpisode]) -> dict[str, float]:

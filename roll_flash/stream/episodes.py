@@ -46,6 +46,7 @@ def finished_episode(trajectory: Trajectory) -> FinishedEpisode:
         cut=_was_cut(trajectory),
         task_hash=hash_of_task(trajectory.task.env_id, trajectory.messages, len(trajectory.turns), trajectory.info),
         rewards=_rewards(trajectory.info.get("rewards")),
+        roles=_roles(samples),
         data=trajectory,
     )
 
@@ -91,6 +92,15 @@ def _rewards(found: object) -> tuple[tuple[str, float], ...]:
     )
 
 
+def _roles(samples: Sequence[Trajectory | Branch]) -> tuple[tuple[str, float, int], ...]:
+    if not samples[0].role:
+        return ()
+    paid: dict[str, float] = {}
+    for sample in samples:
+        paid[sample.role] = paid.get(sample.role, 0.0) + sum(turn.reward for turn in sample.turns)
+    return tuple((sample.role, paid[sample.role], len(sample.turns)) for sample in samples)
+
+
 def _fault(trajectory: Trajectory) -> str | None:
     for sample in trajectory.samples:
         if not sample.policy_mask.any():
@@ -101,12 +111,15 @@ def _fault(trajectory: Trajectory) -> str | None:
             return "logprobs_not_finite"
         if not trained_mask(sample).any():
             return "no_logprobs"
-    return next(filter(None, (fault_of_reward(turn.reward) for turn in trajectory.turns)), None)
+    rewards = (turn.reward for sample in trajectory.samples for turn in sample.turns)
+    return next(filter(None, map(fault_of_reward, rewards)), None)
 
 
 def _was_cut(trajectory: Trajectory) -> bool:
-    last = trajectory.turns[-1].finish_reason if trajectory.turns else "stop"
-    return trajectory.end == "context_limit" or last == "length"
+    own = trajectory.samples if trajectory.role else [trajectory]  # each role has a last turn
+    return trajectory.end == "context_limit" or any(
+        sample.turns[-1].finish_reason == "length" for sample in own if sample.turns
+    )
 
 
 def fault_of_reward(reward: float) -> str | None:

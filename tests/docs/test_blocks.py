@@ -39,6 +39,7 @@ RUN_BY = {
     "docs/sandboxes.md": dict.fromkeys(("yaml", "python"), "tests/docs/test_examples.py"),
     "docs/scaling.md": {"yaml": "tests/docs/test_examples.py"},
     "docs/scheduling.md": dict.fromkeys(("yaml", "python"), "tests/docs/test_examples.py"),
+    "docs/self-play.md": dict.fromkeys(("sh", "yaml", "python"), "tests/gateway/test_self_play_docs.py"),
     "docs/streaming.md": {
         "python": "tests/stream/test_documentation.py",
         "yaml": "tests/stages/test_documentation.py",

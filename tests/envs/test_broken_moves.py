@@ -94,3 +94,20 @@ def test_a_move_for_which_a_game_for_two_raises_is_lost() -> None:
     assert asyncio.run(play(0, "[3]", "[1]"))[0] == 1.0
     with pytest.raises(EnvError, match="other seat"):
         asyncio.run(play(0, "[1]", UNKNOWN))
+
+
+def test_with_both_seats_the_one_for_whose_move_a_game_raises_has_lost() -> None:
+    async def play(*moves: str) -> dict[str, float]:
+        env = TextArenaDuel(seat="both")
+        await env.reset(seed=2)
+        for move in moves:
+            await env._move(move)
+        rewards, info = await env.score()
+        assert isinstance(rewards, dict)
+        assert UNKNOWN not in moves or "KeyError" in info["reason"]
+        return rewards
+
+    assert asyncio.run(play("[1]", UNKNOWN)) == {"player_0": 0.0, "player_1": -1.0}
+    assert asyncio.run(play(UNKNOWN)) == {"player_0": -1.0, "player_1": 0.0}
+    assert asyncio.run(play("[1]", "[3]")) == {"player_0": -1.0, "player_1": 1.0}
+    assert asyncio.run(play("[1]", "[1]")) == {"player_0": 0.0, "player_1": 0.0}

@@ -74,6 +74,7 @@ def test_wrong_arguments_and_opponents_that_cannot_play_are_one_line() -> None:
         ({"opponent": "roll_flash.types:nobody"}, "has no 'nobody'"),
         ({"opponent": {"url": "http://localhost:1/v1"}}, "takes url, model"),
         ({"seat": 2}, "seat must be"),
+        ({"seat": "both", "opponent": "random"}, "seat=both has no other opponent"),
         ({"game": "GuessTheNumber-v0"}, "number of players has to be 1"),
         ({"game": "NoSuchGame-v0"}, "not found"),
     ):
@@ -85,7 +86,7 @@ def test_wrong_arguments_and_opponents_that_cannot_play_are_one_line() -> None:
         play(make_env("TextArenaDuel-v0", opponent=lambda messages: "I pass"), seed=1)
 
 
-async def self_play(seed: int, says: Any) -> Trajectory:
+async def self_play(seed: int, says: Any, **kwargs: Any) -> Trajectory:
     """One episode as a worker plays it, the model being `says(messages)` behind a real HTTP endpoint."""
 
     async def complete(request: web.Request) -> web.Response:
@@ -100,7 +101,7 @@ async def self_play(seed: int, says: Any) -> Trajectory:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     client = OpenAIChatClient(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "policy")
     episodes = AgentEpisodes(EndpointBackend(client))
-    env = AsyncEnvironment(make_env("TextArenaDuel-v0", opponent="self"), DaemonThreads())
+    env = AsyncEnvironment(make_env("TextArenaDuel-v0", opponent="self", **kwargs), DaemonThreads())
     spec = EpisodeSpec("e", "g", 0, Task("t", "TextArenaDuel-v0", seed), SamplingParams(), max_turns=9)
     try:
         async with asyncio.timeout(60):
@@ -129,3 +130,31 @@ def test_in_self_play_one_seat_is_kept_and_over_the_seeds_both_are() -> None:
         assert trajectory.branches == ()
         told = [message["content"] for message in trajectory.messages if message["role"] == "user"]
         assert f"You are Player {seed}" in told[0]
+
+
+def says_of(*moves: str) -> Any:
+    """A model that says these moves for player 0 and player 1."""
+    left = [iter(each) for each in moves]
+    return lambda messages: f"[{next(left[int('You are Player 1' in messages[0]['content'])])}]"
+
+
+def test_with_both_seats_each_is_a_sample_of_one_game_with_its_own_reward() -> None:
+    trajectory = asyncio.run(self_play(0, says_of("036", "12"), seat="both"))
+    samples = trajectory.samples
+    assert [sample.role for sample in samples] == ["player_0", "player_1"]
+    assert [[turn.action for turn in sample.turns] for sample in samples] == [["[0]", "[3]", "[6]"], ["[1]", "[2]"]]
+    assert [sample.turns[-1].reward for sample in samples] == [1.0, -1.0]
+    assert [f"You are Player {n}" in sample.messages[0]["content"] for n, sample in enumerate(samples)] == [True, True]
+    assert (trajectory.reward, trajectory.info["roles"]) == (1.0, {"player_0": 1.0, "player_1": -1.0})
+
+
+def test_with_both_seats_a_seat_that_loses_before_the_other_speaks_is_trained_alone() -> None:
+    trajectory = asyncio.run(self_play(0, says_of("xx", ""), seat="both"))
+    assert [sample.role for sample in trajectory.samples] == ["player_0"]
+    assert trajectory.reward == -1.0
+
+
+def test_with_both_seats_a_game_ends_after_the_turns_of_both() -> None:
+    trajectory = asyncio.run(self_play(0, says_of("03", "14"), seat="both", max_turns=2))
+    assert [len(sample.turns) for sample in trajectory.samples] == [2, 2]
+    assert trajectory.info["roles"] == {"player_0": 0.0, "player_1": 0.0}

@@ -4,7 +4,7 @@ One episode is one seat: it trains on the tokens and the reward of that seat. Th
 replicas of a group play the same side of the same game and are compared only with each other: the advantage of the
 first mover cancels (the role-conditioned baseline of SPIRAL, arXiv 2506.24119, without its running estimate).
 In self-play the other seat also uses the newest weights, but is neither recorded nor trained on; across seeds the
-policy trains on both seats.
+policy trains on both seats. With `seat: both` one episode trains both: each seat is a role with its own reward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from roll_flash.errors import ConfigError, EnvError, InferenceError
 from roll_flash.processes.background import call_in_thread
 from roll_flash.types import Message
 
-Seat = Literal["by seed", 0, 1]
+Seat = Literal["by seed", "both", 0, 1]
+ROLES = ("player_0", "player_1")
 MAX_OPENINGS = 10
 MAX_OPPONENT_TURNS = 200
 """Maximum consecutive turns of the opponent; a game with more has hung."""
@@ -33,14 +34,13 @@ CALL_TIMEOUT_S = 600.0
 
 
 class TextArenaDuel(Env):
-    """Arguments: `game` (an id of the package), `game_kwargs`, `max_turns`, `seat` (0, 1 or `by seed`), `opponent`:
+    """Arguments: `game` (an id of the package), `game_kwargs`, `max_turns` of a seat, `seat` (0, 1, `by seed`, or
+    `both` to train both seats of a game in self-play), `opponent`:
     `self` (the policy that is trained), `random` (one of the moves that the game lists), a function of the messages
     (`module:function`, `path/to/file.py:function`), or `{url, model, api_key_env}` for a fixed model at an endpoint.
 
     Reward of the seat: 1 won, 0 drawn or not over after `max_turns`, -1 lost, or the game's own reward.
     """
-
-    needs_unrecorded_calls = True
 
     def __init__(
         self,
@@ -50,8 +50,12 @@ class TextArenaDuel(Env):
         game_kwargs: Mapping[str, Any] | None = None,
         max_turns: int = 20,
     ) -> None:
-        if seat not in ("by seed", 0, 1) or max_turns < 1:
-            raise ConfigError("TextArenaDuel-v0: seat must be 0, 1 or 'by seed', and max_turns at least 1")
+        if seat not in ("by seed", "both", 0, 1) or max_turns < 1:
+            raise ConfigError("TextArenaDuel-v0: seat must be 0, 1, 'by seed' or 'both', and max_turns at least 1")
+        if seat == "both" and opponent != SELF:
+            raise ConfigError("TextArenaDuel-v0: seat=both has no other opponent; remove opponent")
+        self.roles = ROLES if seat == "both" else ()
+        self.needs_unrecorded_calls = not self.roles
         self._game = Game("TextArenaDuel-v0", game, game_kwargs or {}, players=2)
         self.runs_own_loop = opponent == SELF
         """True if the gateway answers for both seats (`play`); False if `step` is called for one seat."""
@@ -67,14 +71,15 @@ class TextArenaDuel(Env):
         self._conversations: tuple[list[Message], list[Message]] = ([], [])
         self._is_over = False
         self._broken = ""
-        """Reason why the game raised for a move of this seat, which counts as a loss."""
+        """Reason why the game raised for a move of `_broken_by`, which counts as a loss."""
+        self._broken_by = 0
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[list[Message], dict[str, Any]]:
         seed = 0 if seed is None else seed
-        self.seat = seed % 2 if self._seat_rule == "by seed" else int(self._seat_rule)
-        self._game_seed = seed // 2
+        self.seat = seed % 2 if self._seat_rule == "by seed" else 0 if self.roles else int(self._seat_rule)
+        self._game_seed = seed if self.roles else seed // 2
         await self._deal()
         if not self.runs_own_loop:
             await self.close()
@@ -90,17 +95,20 @@ class TextArenaDuel(Env):
         await self._await_turn(self._opponent.move)
         if not self._is_over and self._turns < self._max_turns:
             return self._add_new_messages()[-1:], 0.0, False, False, {}
-        reward, info = await self.score()
+        reward, info = await self.conclude()
         return "", reward, self._is_over, not self._is_over, info
 
     async def conclude(self) -> tuple[float, dict[str, Any]]:
-        """Return the score of a game that the run ended before it was over."""
-        return await self.score()
+        """Return the score of a game, also of one that the run ended before it was over."""
+        earned, reason = self._earned()
+        reward = earned.get(self.seat, 0.0)
+        return reward, {"success": reward >= 1.0, "seat": self.seat, "reason": reason}
 
     async def play(self, gateway: AgentGateway) -> None:
-        """Play both seats; the other seat uses a session that is not recorded."""
-        keys = [gateway.unrecorded_key, gateway.unrecorded_key]
-        keys[self.seat] = gateway.api_key
+        """Play both seats; without roles the other seat uses a session that is not recorded."""
+        keys = [gateway.role_keys.get(role, gateway.unrecorded_key) for role in ROLES]
+        if not self.roles:
+            keys[self.seat] = gateway.api_key
         clients = [OpenAIChatClient(gateway.base_url, gateway.model, key) for key in keys]
 
         async def ask(messages: Sequence[Message]) -> str:
@@ -109,10 +117,12 @@ class TextArenaDuel(Env):
             return str(answer["choices"][0]["message"]["content"] or "")
 
         try:
-            await self._open(ask)
-            while not self._is_over and self._turns < self._max_turns:
+            if not self.roles:
+                await self._open(ask)
+            while not self._is_over and self._turns < self._max_turns * max(1, len(self.roles)):
                 await self._move(await ask(self._add_new_messages()))
-                await self._await_turn(ask)
+                if not self.roles:
+                    await self._await_turn(ask)
         except EndpointRefusedError as error:
             if error.status != TURNS_USED_UP and "context_length" not in error.said:
                 raise EnvError(f"TextArenaDuel-v0: {error}") from None
@@ -122,14 +132,17 @@ class TextArenaDuel(Env):
             for client in clients:
                 await client.close()
 
-    async def score(self) -> tuple[float, dict[str, Any]]:
+    async def score(self) -> tuple[float | dict[str, float], dict[str, Any]]:
+        if not self.roles:
+            return await self.conclude()
+        earned, reason = self._earned()
+        return {role: earned.get(player, 0.0) for player, role in enumerate(ROLES)}, {"reason": reason}
+
+    def _earned(self) -> tuple[Mapping[int, float], str]:
+        """Return the reward of each seat, 0 if not named, and the reason."""
         if not self._is_over:
-            return 0.0, {"success": False, "seat": self.seat, "reason": "not over"}
-        if self._broken:
-            return -1.0, {"success": False, "seat": self.seat, "reason": self._broken}
-        earned, reason = self._game.outcome()
-        reward = earned.get(self.seat, 0.0)
-        return reward, {"success": reward >= 1.0, "seat": self.seat, "reason": reason}
+            return {}, "not over"
+        return ({self._broken_by: -1.0}, self._broken) if self._broken else self._game.outcome()
 
     async def close(self) -> None:
         if self._opponent is not None:
@@ -167,11 +180,12 @@ class TextArenaDuel(Env):
 
     async def _move(self, text: str) -> None:
         player = self._game.player
-        self._turns += player == self.seat
+        is_trained = bool(self.roles) or player == self.seat
+        self._turns += is_trained
         self._conversations[player].append({"role": "assistant", "content": text})
         try:
             self._is_over = await call_in_thread(lambda: self._game.move(without_thinking(text)))
         except GameRaisedError as error:
-            if player != self.seat:
+            if not is_trained:
                 raise EnvError(f"TextArenaDuel-v0: the game raised for a move of the other seat: {error}") from None
-            self._is_over, self._broken = True, str(error)
+            self._is_over, self._broken, self._broken_by = True, str(error), player

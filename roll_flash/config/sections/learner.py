@@ -368,6 +368,9 @@ class LearnerConfig(Section):
     """Weight of the turn advantage relative to the episode advantage (gigpo)."""
     turn_discount: Probability = 0.95
     """Discount of a reward per turn before it (gigpo)."""
+    role_baseline: Literal["role", "group"] = "role"
+    """In environments with several roles (self-play), compare a reward with those of the same role in the group, or
+    (`group`) of all roles."""
     critic: CriticConfig = CriticConfig()
     """Values for `advantage: gae`."""
     loss: LossConfig = LossConfig()
@@ -464,6 +467,8 @@ class LearnerConfig(Section):
             raise ValueError(OFFLOAD_ON_CPU)
         if self.advantage != "gigpo" and (self.turn_weight, self.turn_discount) != (1.0, 0.95):
             raise ValueError(f"turn_weight and turn_discount are not read by {self.advantage}, only by gigpo")
+        if self.advantage in ("gigpo", "gae") and self.role_baseline != "role":
+            raise ValueError(f"role_baseline is not read by {self.advantage}; remove it")
         if (self.loss_normalization == "constant") != (self.loss_length is not None):
             raise ValueError("loss_length and loss_normalization=constant belong together: set both or none")
         if self.entropy_bonus > self.adaptive_entropy.highest and self.adaptive_entropy.target is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from roll_flash.gateway.sessions.session import Session
-from roll_flash.types import EpisodeEnd, Task, Trajectory
+from roll_flash.types import Branch, EpisodeEnd, Task, Trajectory
 
 
 def finished_episode(
@@ -42,6 +43,29 @@ def finished_episode(
         info={**info, "gateway": session_figures(session)},
         branches=tuple(branches),
         routed_experts=own.routed_experts,
+    )
+
+
+def join_roles(of_roles: Mapping[str, Trajectory]) -> Trajectory:
+    """Join what the roles of an episode played: the first role's sample is the trajectory, all others its branches. It
+    has the first role's reward, and ends as the first role that did not end by itself."""
+    first, *_ = of_roles.values()
+    own, *branches = (
+        Branch(**{**{entry.name: getattr(sample, entry.name) for entry in fields(Branch)}, "role": role})
+        for role, played in of_roles.items()
+        for sample in played.samples
+    )
+    figures = Counter[str]()
+    for played in of_roles.values():
+        figures.update(played.info["gateway"])
+    ends = [played.end for played in of_roles.values() if played.end != "terminated"]
+    return replace(
+        first,
+        role=own.role,
+        branches=tuple(branches),
+        end=ends[0] if ends else first.end,
+        started_s=min(played.started_s for played in of_roles.values()),
+        info={**first.info, "gateway": dict(figures)},
     )
 
 

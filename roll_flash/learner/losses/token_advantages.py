@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,8 @@ from roll_flash.learner.losses.advantages import ADVANTAGES, Advantage, gigpo, s
 from roll_flash.types import FinishedEpisode
 
 Members = Sequence[FinishedEpisode]
+_Compared = tuple[int, str]
+"""Place of a group, and role: whose rewards are compared."""
 Scale = Literal["group", "batch", "none"]
 _OWN_SCALE: dict[str, Scale] = {"rloo": "none", "reinforce++": "batch", "gae": "batch"}
 """Default scale per advantage; all others are divided by their group's standard deviation."""
@@ -34,6 +36,7 @@ class AdvantageConfig:
     scale: Scale = "group"
     turn_weight: float = 1.0
     turn_discount: float = 0.95
+    role_baseline: Literal["role", "group"] = "role"
     normalization: Literal["tokens", "sequences", "constant"] = "tokens"
     loss_length: int | None = None
     filter_overlong: bool = False
@@ -49,6 +52,7 @@ class AdvantageConfig:
             scale=config.normalize_advantage or _default_scale(config.advantage),
             turn_weight=config.turn_weight,
             turn_discount=config.turn_discount,
+            role_baseline=config.role_baseline,
             normalization=config.loss_normalization,
             loss_length=config.loss_length,
             filter_overlong=config.overlong.filter,
@@ -68,26 +72,55 @@ class AdvantageConfig:
 
 
 def turn_advantages(groups: Sequence[Members], rules: AdvantageConfig) -> list[list[tuple[float, ...]]]:
-    """Return, per group and trajectory, one advantage for all tokens, or one for each turn; zeros with a critic.
+    """Return, per group and trajectory, one advantage for all tokens, or one for each turn (gigpo), or with roles one
+    for each sample; zeros with a critic.
 
     `groups` must be the whole step if `needs_whole_batch`; otherwise any number of groups.
-    Raises ValueError for a reward that is not finite, LearnerError if a function of the user fails.
+    Raises ValueError for a reward that is not finite, LearnerError if a function of the user fails, or if gigpo gets
+    episodes with roles.
     """
     if rules.has_critic:
         return [[(0.0,)] * len(members) for members in groups]
     if rules.advantage == "gigpo":
         return [_by_turn(members, rules) for members in groups]
-    normalize = rules.scale == "group"
+    rewards: dict[_Compared, list[float]] = {}
+    for place, role, reward in _role_rewards(groups, rules):
+        rewards.setdefault((place, role), []).append(reward)
+    values = {key: iter(found.tolist()) for key, found in _compare(rewards, rules).items()}
+    found: list[list[tuple[float, ...]]] = []
+    for place, members in enumerate(groups):
+        found.append([])
+        for each in members:
+            of_role = {role: next(values[place, _compared_as(role, rules)]) for role in each.role_rewards}
+            found[-1].append(tuple(of_role[role] for role, *_ in each.roles) or (of_role[""],))
+    return found
+
+
+def _compared_as(role: str, rules: AdvantageConfig) -> str:
+    return role if rules.role_baseline == "role" else ""
+
+
+def _role_rewards(groups: Sequence[Members], rules: AdvantageConfig) -> Iterator[tuple[int, str, float]]:
+    """Yield the place of the group, the role as which it is compared, and the reward, of each role of each episode."""
+    for place, members in enumerate(groups):
+        for each in members:
+            for role, reward in each.role_rewards.items():
+                yield place, _compared_as(role, rules), reward
+
+
+def _compare(rewards: Mapping[_Compared, list[float]], rules: AdvantageConfig) -> dict[_Compared, NDArray[np.float64]]:
+    """Return advantages for the rewards of a role in a group; reinforce++ compares those of a role in all groups."""
     function = _function(rules.advantage)
-    if rules.advantage == "reinforce++":
-        rewards = [trajectory.reward for members in groups for trajectory in members]
-        ends = np.cumsum([len(members) for members in groups])[:-1]
-        values = np.split(function(rewards, rules.scale == "batch"), ends)
-    else:
-        values = [function([trajectory.reward for trajectory in members], normalize) for members in groups]
-        if rules.scale == "batch":
-            values = scale_by_batch(values)
-    return [[(value,) for value in group.tolist()] for group in values]
+    if rules.advantage != "reinforce++":
+        values = [function(each, rules.scale == "group") for each in rewards.values()]
+        return dict(zip(rewards, scale_by_batch(values) if rules.scale == "batch" else values, strict=True))
+    found: dict[_Compared, NDArray[np.float64]] = {}
+    for role in dict.fromkeys(role for _, role in rewards):
+        of_role = {key: each for key, each in rewards.items() if key[1] == role}
+        ends = np.cumsum([len(each) for each in of_role.values()])[:-1]
+        together = function([reward for each in of_role.values() for reward in each], rules.scale == "batch")
+        found |= zip(of_role, np.split(together, ends), strict=True)
+    return found
 
 
 def own_advantage(function: Callable[[NDArray[np.float64]], ArrayLike], name: str) -> Advantage:
@@ -118,6 +151,8 @@ def _function(advantage: str) -> Advantage:
 def _by_turn(members: Members, rules: AdvantageConfig) -> list[tuple[float, ...]]:
     if not members:
         return []
+    if any(each.roles for each in members):
+        raise LearnerError("learner.advantage=gigpo compares the turns of one role; use grpo for self-play")
     advantages = gigpo(
         [[reward for _, reward, _ in trajectory.own_turns] for trajectory in members],
         [[state for _, _, state in trajectory.own_turns] for trajectory in members],

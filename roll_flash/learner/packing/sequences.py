@@ -32,7 +32,7 @@ class PlannedTrajectory:
     group_id: str
     data: Trajectory | StoredTrajectory | None
     advantages: tuple[float, ...]
-    """One for all tokens, or one for each turn of the first sample."""
+    """One for all tokens, one for each turn of the first sample, or with roles one for each sample."""
     token_weight: float
     trained_tokens: int
     packed_tokens: int
@@ -43,15 +43,22 @@ class PlannedTrajectory:
     teacher_terms: NDArray[np.float64] | None = None
     """What a teacher adds to the advantages of the policy tokens of all samples, not discounted; None without one."""
     teacher_discount: float = 0.0
+    role_rewards: tuple[float, ...] = ()
+    """Reward of the role of each sample; empty without roles."""
 
     def sequences(self, arrays: TokenArrays, *, by_turn: bool = False) -> list[TrainSequence]:
-        """Return one sequence per sample. Branches get the advantage of the first sample's last policy token; with a
-        critic, the reward of the whole episode at their end. `by_turn`: see `value_places`."""
+        """Return one sequence per sample. Branches get the advantage of the first sample's last policy token, or that
+        of their role; with a critic, the reward of the whole episode, or of their role, at their end. `by_turn`: see
+        `value_places`."""
         first, *branches = samples = arrays.samples()
-        advantages = [self._spread(len(first["token_ids"]), arrays.turn_spans)]
-        if branches:
-            value = advantages[0][np.flatnonzero(first["policy_mask"])[-1]]
-            advantages += [np.full(len(each["token_ids"]), value, np.float32) for each in branches]
+        if self.role_rewards and len(self.advantages) > 1:
+            pairs = zip(samples, self.advantages, strict=True)
+            advantages = [np.full(len(each["token_ids"]), value, np.float32) for each, value in pairs]
+        else:
+            advantages = [self._spread(len(first["token_ids"]), arrays.turn_spans)]
+            for each in branches:
+                value = advantages[0][np.flatnonzero(first["policy_mask"])[-1]]
+                advantages.append(np.full(len(each["token_ids"]), value, np.float32))
         if self.teacher_terms is not None:
             masks = [sample["policy_mask"] for sample in samples]
             terms = np.split(self.teacher_terms, np.cumsum([mask.sum() for mask in masks])[:-1])
@@ -61,7 +68,8 @@ class PlannedTrajectory:
         if not self.rewards:
             return found
         ends = [[end for _, end in arrays.turn_spans], *([len(each["token_ids"])] for each in branches)]
-        rewards = [self.rewards, *[(sum(self.rewards),)] * len(branches)]
+        of_branches = self.role_rewards[1:] or [sum(self.rewards)] * len(branches)
+        rewards = [self.rewards, *((reward,) for reward in of_branches)]
         return [
             replace(
                 each,
@@ -195,6 +203,7 @@ def _prepare(
             rewards=_turn_rewards(trajectory) if rules.has_critic else (),
             teacher_terms=None if distill is None else _teacher_terms(trajectory, distill.weight),
             teacher_discount=0.0 if distill is None else distill.discount,
+            role_rewards=tuple(trajectory.role_rewards[role] for role, *_ in trajectory.roles),
         )
         for trajectory, values in zip(valid, advantages, strict=True)
         if computed
@@ -266,8 +275,8 @@ def _arrays_only(data: Trajectory | StoredTrajectory | None) -> Trajectory | Sto
 
 def _has_advantage(trajectory: FinishedEpisode, advantages: tuple[float, ...]) -> bool:
     """True if a policy token has an advantage that is not 0 as float32."""
-    if len(advantages) == 1:
-        return bool(np.float32(advantages[0]))
+    if len(advantages) == 1 or trajectory.roles:
+        return any(map(np.float32, advantages))
     turns = zip(trajectory.own_turns, advantages, strict=True)
     return any(tokens and np.float32(value) for (tokens, _, _), value in turns)
 

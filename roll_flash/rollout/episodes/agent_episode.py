@@ -7,14 +7,14 @@ scored only if every model call was answered: a failed call that the agent did n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.hosting.environments import AsyncEnvironment
 from roll_flash.gateway.backend import Backend
 from roll_flash.gateway.server import GatewayServer
-from roll_flash.gateway.sessions.finished_episode import finished_episode
+from roll_flash.gateway.sessions.finished_episode import finished_episode, join_roles
 from roll_flash.gateway.sessions.session import Session, SessionSettings
 from roll_flash.rollout.episodes.episode import Deadlines, EpisodeFailed, Progress, environment_errors
 from roll_flash.types import EpisodeSpec, Trajectory
@@ -39,19 +39,21 @@ class AgentEpisodes:
         """Play one episode. Raises EpisodeFailed. Cancelling ends the session and its requests."""
         gateway = await self._started(deadlines)
         settings = SessionSettings(spec.sampling, spec.max_turns, spec.group_id if self._pins_groups else None)
-        session = gateway.open_session(settings, spec.episode_id)
-        sessions = [session]
+        ids = {role: f"{spec.episode_id}-{role}" if place else spec.episode_id for place, role in enumerate(env.roles)}
+        recorded = {role: gateway.open_session(settings, session_id) for role, session_id in ids.items()}
+        sessions = list(recorded.values())
         if getattr(env.unwrapped, "needs_unrecorded_calls", False):
             sessions.append(gateway.open_session(replace(settings, max_calls=None), f"{spec.episode_id}-unrecorded"))
         try:
-            return await self._play(spec, env, deadlines, progress, gateway, sessions)
+            return await self._play(spec, env, deadlines, progress, gateway, recorded, sessions)
         except EpisodeFailed:
             _raise_session_error(sessions)
             raise
         finally:
-            progress.turn = len(session.history.records)
-            progress.prompt_tokens = sum(record.prompt_tokens for record in session.history.records)
-            progress.completion_tokens = sum(record.completion_tokens for record in session.history.records)
+            records = [record for session in recorded.values() for record in session.history.records]
+            progress.turn = len(records)
+            progress.prompt_tokens = sum(record.prompt_tokens for record in records)
+            progress.completion_tokens = sum(record.completion_tokens for record in records)
             for opened in sessions:
                 await gateway.end_session(opened)
 
@@ -70,28 +72,40 @@ class AgentEpisodes:
         deadlines: Deadlines,
         progress: Progress,
         gateway: GatewayServer,
+        recorded: Mapping[str, Session],
         sessions: Sequence[Session],
     ) -> Trajectory:
-        """Play with the first session, which is recorded; the optional second one is answered but not recorded."""
-        session, *unrecorded = sessions
+        """Play with one session for each role, `recorded`; the last of `sessions` may be one that is only answered."""
         progress.now("the agent")
-        unrecorded_key = unrecorded[0].api_key if unrecorded else ""
+        keys = {role: session.api_key for role, session in recorded.items()}
         access = AgentGateway(
-            gateway.port, session.api_key, self._backend.model, unrecorded_key, session.history.answers
+            gateway.port,
+            sessions[0].api_key,
+            self._backend.model,
+            sessions[-1].api_key if len(sessions) > len(recorded) else "",
+            {role: key for role, key in keys.items() if role},
+            lambda: [answer for session in recorded.values() for answer in session.history.answers()],
         )
         async with environment_errors(deadlines.episode_s, "play"):
             await env.play(access)
         for opened in sessions:
             await gateway.end_session(opened)
         _raise_session_error(sessions)
-        if not session.history.records:
-            if session.context_was_full:
+        if not any(session.history.records for session in recorded.values()):
+            if any(session.context_was_full for session in recorded.values()):
                 raise EpisodeFailed("prompt_too_long", "the agent's first request did not fit into model.max_length")
-            raise EpisodeFailed("env_error", f"the agent got no answer of the model; it asked {session.calls} times")
+            calls = sum(session.calls for session in recorded.values())
+            raise EpisodeFailed("env_error", f"the agent got no answer of the model; it asked {calls} times")
         progress.now("the environment's score")
         async with environment_errors(deadlines.step_s, "score"):
-            reward, info = await env.score()
-        return finished_episode(session, group_id=spec.group_id, task=spec.task, reward=reward, info=info)
+            rewards, info = await env.score()
+        info = info if "" in rewards else {**info, "roles": rewards}
+        played = {
+            role: finished_episode(session, group_id=spec.group_id, task=spec.task, reward=rewards[role], info=info)
+            for role, session in recorded.items()
+            if session.history.records
+        }
+        return played[""] if "" in played else replace(join_roles(played), episode_id=spec.episode_id)
 
     async def _started(self, deadlines: Deadlines) -> GatewayServer:
         async with self._starting:

@@ -84,7 +84,8 @@ function commands(episode) {
 }
 
 function drawSample(run, episode, sample, number_, by, token) {
-  const title = number_ ? h("h3", {}, `Sample ${number_ + 1}: the agent rewrote its history`) : "";
+  const why = sample.role ? `played as ${sample.role}` : "the agent rewrote its history";
+  const title = number_ || sample.role ? h("h3", {}, `Sample ${number_ + 1}: ${why}`) : "";
   const messages = sample.messages.map((message, place) => drawMessage(run, episode, sample, number_, message, place, by, token));
   if (sample.last_observation) messages.push(h("article", { class: "message" }, h("header", {}, "environment, after the last turn"), pre(sample.last_observation)));
   const loose = sample.tokens.map((tokens) => h("article", { class: "message assistant" }, h("header", {}, "assistant"), drawTokens(tokens, episode, by, token)));
