@@ -39,7 +39,7 @@ ADAPTERS = {
     "TextArena-v0": "roll_flash.envs.adapters.textarena.games:TextArena",
     "TextArenaDuel-v0": "roll_flash.envs.adapters.textarena.duel:TextArenaDuel",
     "TextWorldExpress-v0": "roll_flash.envs.adapters.textworld_express:TextWorldExpress",
-    "Verifiers-v0": "roll_flash.envs.adapters.verifiers.tasks:Verifiers",
+    "Verifiers-v0": "roll_flash.envs.adapters.verifiers.versions:make_verifiers",
 }
 """Adapters to third-party environments. If an optional package is missing, the error names it."""
 AGENT_ENV = "roll_flash.envs.agents.agent_env:AgentEnv"

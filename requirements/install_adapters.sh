@@ -47,4 +47,5 @@ install -r "$here/adapters.txt"
 # MCP servers run in sandboxes, into which the tests put these folders.
 install --target "$venv/mcp-servers" -r "$here/mcp_servers.txt"
 install --target "$venv/mcp-servers-1" -r "$here/mcp_servers_1.txt"
+install --target "$venv/verifiers-0.4" -r "$here/verifiers_0_4.txt"
 echo "$(($(date +%s) - began)) s"

@@ -23,11 +23,13 @@ NEEDS_A_SERVER = {"OpenEnv-v0"}
 
 @pytest.mark.adapters
 def test_its_environments_can_be_made_and_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    block, _ = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     (tmp_path / "sums.py").write_text(block)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     for config in CONFIGS:
+        if "eval_args" in config["kwargs"]:
+            continue  # of verifiers 0.4: verifiers_0_4.py plays it
         env: Any = make_env(config["id"], **config["kwargs"])
         if config["id"] not in NEEDS_A_SERVER:
             begun = env.reset(seed=1)

@@ -1,9 +1,15 @@
-"""Environments written for the package verifiers: the same tasks, answers and rewards as their own rollouts give."""
+"""Environments written for the package verifiers: the same tasks, answers and rewards as their own rollouts give.
+
+These are for its version 0.1; the last test runs those for 0.4.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +24,7 @@ from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError
 
 pytestmark = pytest.mark.adapters
+ROOT = Path(__file__).parents[2]
 
 SUMS = '''
 import asyncio
@@ -276,3 +283,22 @@ def test_it_is_loaded_in_any_thread_and_leaves_ctrl_c_alone(sums: str) -> None:
     Verifiers(sums, {"kind": "single", "fault": "here"})
     assert len(made) == 1
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_tasksets_of_verifiers_0_4_pass_their_tests_in_a_process_that_has_it() -> None:
+    """No environment holds two versions of a package."""
+    newer = Path(sys.prefix) / "verifiers-0.4"
+    assert (newer / "verifiers").is_dir(), f"{newer} is missing; `make test-adapters` installs it"
+    path = os.pathsep.join([str(newer), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/envs/verifiers_0_4.py"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout
