@@ -29,10 +29,21 @@ _loading = threading.Lock()
 
 def load(env: str, args: Mapping[str, Any]) -> Any:
     """Return the environment made by `load_environment(**args)` of a package or a file. Raises ConfigError."""
+    return load_once(env, args, _load)
+
+
+def load_once(env: str, args: Mapping[str, Any], make: Callable[[str, Mapping[str, Any]], Any]) -> Any:
+    """Return what `make(env, args)` returns, made once per process. Raises ConfigError for any error in it."""
     key = json.dumps([env, dict(args)], sort_keys=True, default=str)
     with _loading:
         if key not in _loaded:
-            _loaded[key] = _load(env, args)
+            try:
+                _loaded[key] = make(env, args)
+            except RollFlashError:
+                raise
+            except Exception as error:  # third-party code may raise anything
+                said = " ".join(str(error).split())[:300]
+                raise ConfigError(f"{NAME}: env {env!r} with {dict(args)}: {type(error).__name__}: {said}") from None
         return _loaded[key]
 
 
@@ -40,14 +51,8 @@ def _load(env: str, args: Mapping[str, Any]) -> Any:
     package = import_optional("verifiers", package="verifiers", needed_by=NAME)
     logging.getLogger("verifiers").setLevel(logging.WARNING)
     logging.getLogger("verifiers.rubrics").setLevel(logging.CRITICAL)  # it logs every error of a reward function
-    try:
-        with _without_signal_handlers():
-            made = _maker(package, env)(**args)
-    except RollFlashError:
-        raise
-    except Exception as error:  # third-party code may raise anything
-        said = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{NAME}: env {env!r} with {dict(args)}: {type(error).__name__}: {said}") from None
+    with _without_signal_handlers():
+        made = _maker(package, env)(**args)
     if not isinstance(made, package.MultiTurnEnv):
         raise ConfigError(
             f"{NAME}: env {env!r} is a {type(made).__name__}; SingleTurnEnv, MultiTurnEnv, ToolEnv and what is made "

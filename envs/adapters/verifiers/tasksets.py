@@ -11,23 +11,21 @@ import functools
 import importlib
 import inspect
 import itertools
-import json
 import math
 import os
 import secrets
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from roll_flash.config.user_code import load_file
 from roll_flash.envs.adapters.verifiers.faults import is_caused_by_text, warn_once
-from roll_flash.envs.adapters.verifiers.loading import NAME
+from roll_flash.envs.adapters.verifiers.loading import NAME, load_once
 from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.base import Env
 from roll_flash.envs.held_out import HELD_OUT_SEEDS
-from roll_flash.errors import ConfigError, EnvError, RollFlashError
+from roll_flash.errors import ConfigError, EnvError
 from roll_flash.processes.background import call_in_thread
 
 MAX_TASKS = 10_000
@@ -35,9 +33,6 @@ MAX_TASKS = 10_000
 MAX_ERROR_CHARACTERS = 1000
 _HARNESS = "roll_flash_chat"
 """Id of our harness: the package imports a module of this name."""
-
-_loaded: dict[str, tuple[Any, Sequence[Any]]] = {}
-_loading = threading.Lock()
 
 
 class Tasksets(Env):
@@ -124,18 +119,9 @@ class Tasksets(Env):
 
 
 def load(env: str, args: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
-    """Return the config of the package's environment, and its tasks, once per process. Raises ConfigError."""
-    key = json.dumps([env, dict(args)], sort_keys=True, default=str)
-    with _loading:
-        if key not in _loaded:
-            try:
-                _loaded[key] = _load(env, args)
-            except RollFlashError:
-                raise
-            except Exception as error:  # third-party code may raise anything
-                said = " ".join(str(error).split())[:300]
-                raise ConfigError(f"{NAME}: env {env!r} with {dict(args)}: {type(error).__name__}: {said}") from None
-        return _loaded[key]
+    """Return the config of the package's environment, and its tasks, made once per process. Raises ConfigError."""
+    made: tuple[Any, Sequence[Any]] = load_once(env, args, _load)
+    return made
 
 
 def _load(env: str, args: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
