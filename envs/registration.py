@@ -39,7 +39,7 @@ ADAPTERS = {
     "TextArena-v0": "roll_flash.envs.adapters.textarena.games:TextArena",
     "TextArenaDuel-v0": "roll_flash.envs.adapters.textarena.duel:TextArenaDuel",
     "TextWorldExpress-v0": "roll_flash.envs.adapters.textworld_express:TextWorldExpress",
-    "Verifiers-v0": "roll_flash.envs.adapters.verifiers.versions:make_verifiers",
+    "Verifiers-v0": "roll_flash.envs.adapters.verifiers.loading:make_verifiers",
 }
 """Adapters to third-party environments. If an optional package is missing, the error names it."""
 AGENT_ENV = "roll_flash.envs.agents.agent_env:AgentEnv"
@@ -113,7 +113,7 @@ def _find_and_make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, An
     if isinstance(found, type) and not MULTI_AGENT.isdisjoint(base.__name__ for base in found.__mro__):
         raise ConfigError(
             f"{source}: {name!r} is an environment of several agents; write a gymnasium.Env in which the model plays "
-            "one of them, and code the others"
+            "one of them, and code the others; or one in which it plays several `roles` (docs/self-play.md)"
         )
     raise ConfigError(f"{source} has no environment {name!r}; it has {_offered(module)}")
 

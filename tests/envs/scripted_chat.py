@@ -32,7 +32,7 @@ def says(text: str) -> Answer:
     return {"role": "assistant", "content": text}
 
 
-def calls(name: str, **arguments: str) -> Answer:
+def calls(name: str, **arguments: Any) -> Answer:
     function = {"name": name, "arguments": json.dumps(arguments)}
     return {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from agent_run import agent_episode
+from scripted_chat import calls
 
 from roll_flash.envs.agents.agent_env import AgentEnv
 from roll_flash.envs.agents.presets import PRESETS
@@ -51,3 +55,20 @@ def test_the_agents_that_it_lists_are_there() -> None:
         for path in preset.files.values():
             assert f"`envs/agents/programs/{path.name}`" in PAGE
             assert path.is_file()
+
+
+@pytest.mark.adapters
+def test_its_agent_of_inspect_ai_is_recorded_turn_by_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model calls the tool, reads its result, and answers: one sample of two turns."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sums.py").write_text(blocks("python")[1])
+
+    def says(messages: list[dict[str, Any]]) -> str | dict[str, Any]:
+        if messages[-1]["role"] == "tool":
+            return f"It is {messages[-1]['content']}."
+        assert messages[-1]["content"] == "What is 5 plus 7?"
+        return calls("add", a=5, b=7)
+
+    trajectory = asyncio.run(agent_episode("sums.py:Sums", 5, says))
+    assert (trajectory.reward, trajectory.success, trajectory.branches) == (1.0, True, ())
+    assert [turn.observation for turn in trajectory.turns] == ["12", ""]

@@ -7,18 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from aiohttp import web
+from agent_run import agent_episode
 
-from roll_flash.chat.openai_client import OpenAIChatClient
 from roll_flash.envs.check.checks import check_environment
-from roll_flash.envs.hosting.environments import AsyncEnvironment
 from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError
-from roll_flash.gateway.endpoint_backend import EndpointBackend
-from roll_flash.processes.background import DaemonThreads
-from roll_flash.rollout.episodes.agent_episode import AgentEpisodes
-from roll_flash.rollout.episodes.episode import Deadlines, Progress
-from roll_flash.types import EpisodeSpec, Message, SamplingParams, Task, Trajectory
+from roll_flash.types import Message, Trajectory
 
 pytestmark = pytest.mark.adapters
 
@@ -87,32 +81,7 @@ def test_wrong_arguments_and_opponents_that_cannot_play_are_one_line() -> None:
 
 
 async def self_play(seed: int, says: Any, **kwargs: Any) -> Trajectory:
-    """One episode as a worker plays it, the model being `says(messages)` behind a real HTTP endpoint."""
-
-    async def complete(request: web.Request) -> web.Response:
-        text = says((await request.json())["messages"])
-        message = {"role": "assistant", "content": text}
-        return web.json_response({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
-
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", complete)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    client = OpenAIChatClient(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "policy")
-    episodes = AgentEpisodes(EndpointBackend(client))
-    env = AsyncEnvironment(make_env("TextArenaDuel-v0", opponent="self", **kwargs), DaemonThreads())
-    spec = EpisodeSpec("e", "g", 0, Task("t", "TextArenaDuel-v0", seed), SamplingParams(), max_turns=9)
-    try:
-        async with asyncio.timeout(60):
-            assert env.runs_own_loop
-            await env.reset(seed)
-            return await episodes.play(spec, env, Deadlines(30, 30, 60), Progress())
-    finally:
-        await env.close()
-        await episodes.close()
-        await client.close()
-        await runner.cleanup()
+    return await agent_episode("TextArenaDuel-v0", seed, says, opponent="self", **kwargs)
 
 
 def test_in_self_play_one_seat_is_kept_and_over_the_seeds_both_are() -> None:

@@ -6,24 +6,18 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from aiohttp import web
+from agent_run import Says, agent_episode
 
-from roll_flash.chat.openai_client import OpenAIChatClient
 from roll_flash.envs.held_out import HELD_OUT_SEEDS
-from roll_flash.envs.hosting.environments import AsyncEnvironment
 from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError
-from roll_flash.gateway.endpoint_backend import EndpointBackend
-from roll_flash.processes.background import DaemonThreads
-from roll_flash.rollout.episodes.agent_episode import AgentEpisodes
-from roll_flash.rollout.episodes.episode import Deadlines, EpisodeFailed, Progress
-from roll_flash.types import EpisodeSpec, SamplingParams, Task, Trajectory
+from roll_flash.rollout.episodes.episode import EpisodeFailed
+from roll_flash.types import Trajectory
 
 SUMS = """
 import verifiers.v1 as vf
@@ -96,34 +90,8 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-async def episode(
-    env: str, says: Callable[[list[Any]], str], seed: int = 0, max_turns: int = 5, **kwargs: Any
-) -> Trajectory:
-    """One episode as a worker plays it, the model being `says(messages)` behind a real HTTP endpoint."""
-
-    async def complete(request: web.Request) -> web.Response:
-        message = {"role": "assistant", "content": says((await request.json())["messages"])}
-        return web.json_response({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
-
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", complete)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    client = OpenAIChatClient(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "policy")
-    episodes = AgentEpisodes(EndpointBackend(client))
-    hosted = AsyncEnvironment(make_env("Verifiers-v0", env=env, **kwargs), DaemonThreads())
-    spec = EpisodeSpec("e", "g", 0, Task("t", "Verifiers-v0", seed), SamplingParams(), max_turns)
-    try:
-        async with asyncio.timeout(120):
-            assert hosted.runs_own_loop
-            await hosted.reset(seed)
-            return await episodes.play(spec, hosted, Deadlines(60, 60, 120), Progress())
-    finally:
-        await hosted.close()
-        await episodes.close()
-        await client.close()
-        await runner.cleanup()
+async def episode(env: str, says: Says, seed: int = 0, **kwargs: Any) -> Trajectory:
+    return await agent_episode("Verifiers-v0", seed, says, env=env, **kwargs)
 
 
 def play(*args: Any, **kwargs: Any) -> Trajectory:

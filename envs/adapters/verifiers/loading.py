@@ -19,12 +19,24 @@ from typing import Any
 from roll_flash.config.user_code import load_file
 from roll_flash.envs.adapters.optional_package import import_optional
 from roll_flash.envs.adapters.verifiers.faults import record_faults, with_deadline
+from roll_flash.envs.base import Env
 from roll_flash.errors import ConfigError, RollFlashError
 
 NAME = "Verifiers-v0"
 
 _loaded: dict[str, Any] = {}
 _loading = threading.Lock()
+
+
+def make_verifiers(env: str, **kwargs: Any) -> Env:
+    """Make `Verifiers-v0` for the installed version: environments (0.1) or tasksets (0.4). Raises ConfigError."""
+    if hasattr(import_optional("verifiers", package="verifiers", needed_by=NAME), "MultiTurnEnv"):
+        from roll_flash.envs.adapters.verifiers.tasks import Verifiers
+
+        return Verifiers(env, **kwargs)
+    from roll_flash.envs.adapters.verifiers.tasksets import Tasksets
+
+    return Tasksets(env, **kwargs)
 
 
 def load(env: str, args: Mapping[str, Any]) -> Any:

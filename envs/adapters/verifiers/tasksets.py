@@ -15,8 +15,7 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from roll_flash.config.user_code import load_file
@@ -74,11 +73,16 @@ class Tasksets(Env):
 
     async def play(self, gateway: AgentGateway) -> None:
         package, loaders = _package()
-        with _key_in_environment(gateway.api_key) as variable:
+        # The package reads a key from a variable, which it passes on to no program if it has API_KEY in its name.
+        variable = f"ROLL_FLASH_API_KEY_{secrets.token_hex(8).upper()}"
+        os.environ[variable] = gateway.api_key
+        try:
             client = package.EvalClientConfig(base_url=gateway.base_url, api_key_var=variable)
             env = loaders.load_environment(self._config)
             async with env.serving():
                 self._episode = await env.run_episode(self._task, package.ModelContext(gateway.model, client))
+        finally:
+            del os.environ[variable]
 
     async def score(self) -> tuple[float, dict[str, Any]]:
         errors = [*self._episode.errors, *(error for trace in self._episode.traces for error in trace.errors)]
@@ -163,15 +167,3 @@ def _module_name(path: str) -> str:
     name = module.__name__.replace("-", "_").lower()
     sys.modules.setdefault(name, module)
     return name
-
-
-@contextmanager
-def _key_in_environment(key: str) -> Iterator[str]:
-    """The package reads a key from a variable, whose name it is given. With `API_KEY` in its name it is not passed on
-    to the programs that the package starts."""
-    variable = f"ROLL_FLASH_API_KEY_{secrets.token_hex(8).upper()}"
-    os.environ[variable] = key
-    try:
-        yield variable
-    finally:
-        del os.environ[variable]

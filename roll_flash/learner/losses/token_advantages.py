@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,8 +84,10 @@ def turn_advantages(groups: Sequence[Members], rules: AdvantageConfig) -> list[l
     if rules.advantage == "gigpo":
         return [_by_turn(members, rules) for members in groups]
     rewards: dict[_Compared, list[float]] = {}
-    for place, role, reward in _role_rewards(groups, rules):
-        rewards.setdefault((place, role), []).append(reward)
+    for place, members in enumerate(groups):
+        for each in members:
+            for role, reward in each.role_rewards.items():
+                rewards.setdefault((place, _compared_as(role, rules)), []).append(reward)
     values = {key: iter(found.tolist()) for key, found in _compare(rewards, rules).items()}
     found: list[list[tuple[float, ...]]] = []
     for place, members in enumerate(groups):
@@ -98,14 +100,6 @@ def turn_advantages(groups: Sequence[Members], rules: AdvantageConfig) -> list[l
 
 def _compared_as(role: str, rules: AdvantageConfig) -> str:
     return role if rules.role_baseline == "role" else ""
-
-
-def _role_rewards(groups: Sequence[Members], rules: AdvantageConfig) -> Iterator[tuple[int, str, float]]:
-    """Yield the place of the group, the role as which it is compared, and the reward, of each role of each episode."""
-    for place, members in enumerate(groups):
-        for each in members:
-            for role, reward in each.role_rewards.items():
-                yield place, _compared_as(role, rules), reward
 
 
 def _compare(rewards: Mapping[_Compared, list[float]], rules: AdvantageConfig) -> dict[_Compared, NDArray[np.float64]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from test_agent_episodes import ask, client_of, play
 
 from roll_flash.config.tree import RolloutConfig
 from roll_flash.envs import Env, register_env
@@ -17,7 +18,6 @@ from roll_flash.scheduling.tasks import make_task
 from roll_flash.start_checks import NO_ROLES_IN_GIGPO
 from roll_flash.stream import finished_episode
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Trajectory
-from tests.gateway.test_agent_episodes import ask, client_of, play
 
 ROLES = ("buyer", "seller")
 
