@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,26 @@ class StepResult:
     logprobs: Mapping[SampleName, NDArray[np.float32]] = field(default_factory=dict)
     """With `learner.log_logprobs`: log-probabilities at the start of the step, [trained tokens], of each sample that
     was computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedLoss:
+    """A loss of `learner/losses/policy.py`, with its parameters, in the place of the configured objective."""
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamSettings:
+    """What one update with AdamW takes in the place of the config's."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+    """Infinity: the gradient is not clipped."""
 
 
 class LearnerEngine(Protocol):

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from roll_flash.config.sections.learner import LearnerConfig, is_own
 from roll_flash.config.user_code import load_function
+from roll_flash.engines.learner import NamedLoss
 from roll_flash.learner.losses.critic import value_loss
 from roll_flash.learner.losses.load_balancing import load_balancing_loss
 from roll_flash.learner.losses.policy import LossFunction, policy_loss, weighted_sum
@@ -59,15 +60,17 @@ class Objective:
         if self._router_aux_loss:
             policy.keep_router_logits()
 
-    def add_gradient(self, row: PackedRow, *, supervised: bool = False) -> RowRecord:
-        """Run forward and backward passes of one row. A collective."""
-        reference = self.reference_logprobs(row) if self._kl.in_loss and not supervised else None
+    def add_gradient(self, row: PackedRow, loss: NamedLoss | None = None) -> RowRecord:
+        """Run forward and backward passes of one row. A collective. With `loss`, without divergence, entropy bonus and
+        critic."""
+        named = loss is not None
+        reference = self.reference_logprobs(row) if self._kl.in_loss and not named else None
         logprobs, entropies = self._policy(row)
         prox = logprobs.detach() if row.prox_logprobs is None else self._tensor(row.prox_logprobs)
         mask = torch.ones_like(logprobs, dtype=torch.bool)
         weights = self._tensor(row.token_weights)
         output = policy_loss(
-            "supervised" if supervised else self._loss_function,
+            self._loss_function if loss is None else loss.name,
             logprobs=logprobs,
             prox_logprobs=prox,
             behavior_logprobs=self._tensor(row.behavior_logprobs),
@@ -77,28 +80,28 @@ class Objective:
             turn_ids=self._tensor(row.turn_ids()),
             normalizer=1.0,
             token_weights=weights,
-            **({} if supervised else self._loss.parameters()),
+            **(self._loss.parameters() if loss is None else loss.parameters),
         )
-        loss, means = output.loss, {name: float(value) for name, value in output.metrics.items()}
+        summed, means = output.loss, {name: float(value) for name, value in output.metrics.items()}
         if reference is not None:
             penalty = kl_penalty(self._kl.estimator, logprobs=logprobs, ref_logprobs=reference, mask=mask)
-            loss = loss + self._kl.coefficient * weighted_sum(penalty, mask, weights)
+            summed = summed + self._kl.coefficient * weighted_sum(penalty, mask, weights)
             means["kl_reference"] = float(penalty.detach().mean())
-        if self.entropy_bonus and not supervised:
-            loss = loss - self.entropy_bonus * weighted_sum(entropies, mask, weights)
+        if self.entropy_bonus and not named:
+            summed = summed - self.entropy_bonus * weighted_sum(entropies, mask, weights)
         if self._policy.router_logits is not None:
             balance = load_balancing_loss(self._policy.router_logits, row, self._policy.experts_per_token)
-            loss = loss + self._router_aux_loss * balance
+            summed = summed + self._router_aux_loss * balance
             means["router_aux_loss"] = float(balance.detach()) / float(row.token_weights.sum())
-        total = loss
+        total = summed
         if self._policy.values is not None:
-            total = loss + self._value_coefficient * self._value_loss(self._policy.values, row, means)
+            total = summed + self._value_coefficient * self._value_loss(self._policy.values, row, means)
         total.backward()
-        if self._critic is not None and not supervised:
+        if self._critic is not None and not named:
             # Only now, so that the activations of two models are never in memory together.
             self._value_loss(self._critic(_without_experts(row))[0], row, means).backward()
         return RowRecord(
-            loss=loss.item(),
+            loss=summed.item(),
             means=means,
             logprobs=(logprobs.detach() if self._averages else prox).cpu().numpy(),
             entropies=entropies.detach().cpu().numpy(),
@@ -124,13 +127,13 @@ class Objective:
         means["value_clip_fraction"] = float(clipped.float().mean())
         return (losses * self._tensor(row.token_weights)).sum()
 
-    def idle_pass(self, *, supervised: bool = False) -> None:
+    def idle_pass(self, loss: NamedLoss | None = None) -> None:
         """Take part in the collectives of `add_gradient` on a rank that has no row."""
-        if self._kl.in_loss and not supervised:
+        if self._kl.in_loss and loss is None:
             self.reference_logprobs(SINGLE_TOKEN)
         logprobs, _ = self._policy(SINGLE_TOKEN)
         (logprobs.sum() * 0.0).backward()
-        if self._critic is not None and not supervised:
+        if self._critic is not None and loss is None:
             (self._critic(SINGLE_TOKEN)[0].sum() * 0.0).backward()
 
     @torch.no_grad()

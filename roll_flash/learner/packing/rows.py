@@ -49,6 +49,8 @@ class TrainSequence:
     """Predicted at the step's start."""
     returns: NDArray[np.float32] | None = None
     """What the values should be."""
+    targets: NDArray[np.int64] | None = None
+    """The tokens whose log-probabilities are wanted at each place; None: `token_ids` themselves."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,7 +208,9 @@ class _Tree:
             position_ids=np.concatenate(self._position_ids),
             subtree_end=subtree_end,
             source=source[order],
-            target=np.concatenate([s.token_ids[s.policy_mask] for s in sequences]).astype(np.int64)[order],
+            target=np.concatenate(
+                [(s.token_ids if s.targets is None else s.targets)[s.policy_mask] for s in sequences]
+            ).astype(np.int64)[order],
             sequence_ids=np.repeat(np.arange(len(sequences)), lengths)[order],
             behavior_logprobs=np.concatenate([s.behavior_logprobs[s.policy_mask] for s in sequences])[order],
             versions=np.concatenate([s.versions[s.policy_mask] for s in sequences])[order],

@@ -25,7 +25,7 @@ from ray.actor import ActorHandle
 from roll_flash.config.sections.distill import DistillConfig
 from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.engines.inference import StagedWeights, WeightTransfer
-from roll_flash.engines.learner import StepResult
+from roll_flash.engines.learner import AdamSettings, NamedLoss, StepResult
 from roll_flash.engines.places import Places, unless_lost
 from roll_flash.errors import (
     CheckpointError,
@@ -37,9 +37,11 @@ from roll_flash.errors import (
     first_line,
 )
 from roll_flash.learner.losses.entropy_control import EntropyControl
+from roll_flash.learner.losses.records import RowRecord
 from roll_flash.learner.losses.second_moment import limit_second_moment
 from roll_flash.learner.losses.shaping import shape_rewards
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
+from roll_flash.learner.packing.rows import TrainSequence
 from roll_flash.learner.packing.sequences import (
     PlannedTrajectory,
     check_staleness,
@@ -315,7 +317,7 @@ class FsdpLearner:
         self._totals.add_demonstrations(sequences)
         started = time.monotonic()
         shares = share_out([(len(each.token_ids), [each]) for each in sequences], self._config.ranks)
-        self._totals.add_rows(await self._on_shares("accumulate_sequences", shares, supervised=True))
+        self._totals.add_rows(await self._on_shares("accumulate_sequences", shares, loss=NamedLoss("supervised")))
         self._totals.forward_backward_s += time.monotonic() - started
         rate = self._config.learning_rate if learning_rate is None else learning_rate
         rate = self._scheduled(rate) if counts else rate
@@ -325,12 +327,34 @@ class FsdpLearner:
 
     async def logprobs_of(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         """See `LearnerEngine`; at temperature 1, with shared prefixes."""
-        sequences = [text_sequence(text) for text in texts]
-        places = share_out([(len(text), [place]) for place, text in enumerate(texts)], self._config.ranks)
+        return await self.sequence_logprobs([text_sequence(text) for text in texts])
+
+    async def sequence_logprobs(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]:
+        """Return the log-probabilities [T - 1] of all tokens but the first of each sequence, or of its `targets`."""
+        places = share_out([(len(each.token_ids), [place]) for place, each in enumerate(sequences)], self._config.ranks)
         shares = [[sequences[place] for place in share] for share in places]
         found = await self._on_shares("text_logprobs", shares)
         of_place = dict(zip((place for share in places for place in share), found, strict=True))
-        return [of_place[place][1:] for place in range(len(texts))]
+        return [of_place[place][1:] for place in range(len(sequences))]
+
+    async def add_gradient(
+        self, sequences: Sequence[TrainSequence], loss: NamedLoss
+    ) -> tuple[list[NDArray[np.float32]], float]:
+        """Add the gradient of a loss, summed over the policy tokens of the sequences and not normalised, to that of the
+        step; return their log-probabilities [policy tokens], which needs `log_logprobs`, and the loss."""
+        named = [replace(each, name=("", place)) for place, each in enumerate(sequences)]
+        self._totals.add_demonstrations(named)
+        shares = share_out([(len(each.token_ids), [each]) for each in named], self._config.ranks)
+        records: list[RowRecord] = await self._on_shares("accumulate_sequences", shares, loss=loss)
+        self._totals.add_rows(records)
+        found = {name: values for record in records for name, values in record.by_sample.items()}
+        return [found["", place] for place in range(len(sequences))], sum(record.loss for record in records)
+
+    async def adam_step(self, adam: AdamSettings) -> StepResult:
+        """Update with what `add_gradient` has added since the last step; without any, momentum alone moves the
+        weights."""
+        updates = [await self._update(1.0, adam.learning_rate, adam=adam)]
+        return self._finish(1.0, adam.learning_rate, updates, off_policy=False)
 
     async def stage_weights(self) -> StagedWeights:
         started = asyncio.get_running_loop().time()
@@ -495,11 +519,15 @@ class FsdpLearner:
             updates.append(await self._update(normalizer / count, rate, critic_only=critic_only))
         return updates
 
+    async def forget_moments(self) -> None:
+        """Let the optimizer begin again, with the weights as they are."""
+        await self._on_all("forget_moments", timeout_s=self._config.step_timeout_s)
+
     async def _set_entropy(self, control: EntropyControl) -> None:
         self._entropy = control
         await self._on_all("set_entropy_bonus", control.bonus, timeout_s=self._config.step_timeout_s)
 
-    async def _update(self, normalizer: float, rate: float, **which: bool) -> UpdateRecord:
+    async def _update(self, normalizer: float, rate: float, **which: Any) -> UpdateRecord:
         """`which`: see `LearnerRank.update`."""
         self._has_stepped = True
         updates: list[UpdateRecord] = await self._on_all(

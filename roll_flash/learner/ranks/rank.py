@@ -30,6 +30,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from roll_flash.config.sections.learner import OFFLOAD_ON_CPU, LearnerConfig
 from roll_flash.engines.inference import StagedWeights, WeightTransfer
+from roll_flash.engines.learner import AdamSettings, NamedLoss
 from roll_flash.errors import ConfigError, LearnerError, ModelError, StreamError
 from roll_flash.learner.losses.critic import whitened, with_advantages
 from roll_flash.learner.losses.objective import SINGLE_TOKEN, Objective
@@ -212,7 +213,9 @@ class LearnerRank:
         found = self._fetch(planned)
         return self.accumulate_sequences([each for sequences in found for each in sequences])
 
-    def accumulate_sequences(self, sequences: Sequence[TrainSequence], *, supervised: bool = False) -> list[RowRecord]:
+    def accumulate_sequences(
+        self, sequences: Sequence[TrainSequence], *, loss: NamedLoss | None = None
+    ) -> list[RowRecord]:
         """Like `accumulate`, on sequences that are here. A collective."""
         for model in self._trained_models:
             model.train()
@@ -220,9 +223,9 @@ class LearnerRank:
         for row in self._passes(sequences):
             self._sync.begin_pass()
             if row is None:
-                self._objective.idle_pass(supervised=supervised)
+                self._objective.idle_pass(loss)
             else:
-                record = self._objective.add_gradient(row, supervised=supervised)
+                record = self._objective.add_gradient(row, loss)
                 if self._config.log_logprobs:
                     record = replace(record, by_sample=by_sample(row, sequences, record.logprobs))
                 records.append(record)
@@ -339,6 +342,7 @@ class LearnerRank:
         skip: bool,
         critic_only: bool = False,
         supervised: bool = False,
+        adam: AdamSettings | None = None,
     ) -> UpdateRecord:
         """Divide the gradients by `normalizer` (policy tokens or sequences of the step), clip, update. A collective.
 
@@ -346,10 +350,11 @@ class LearnerRank:
         and the optimizer still steps: momentum continues, as if the gradient had been computed. `critic_only`: the
         policy and its momentum stay as they are. `supervised`: those of the critic do, and an average of weights begins
         anew, because the policies before are none that sampled. The gradient of a critic is clipped by itself, because
-        it may be large while that of the policy is not.
+        it may be large while that of the policy is not. `adam`: in the place of the config's settings, from now on.
         """
         started = time.perf_counter()
         self._sync.finish()
+        max_norm = self._config.max_grad_norm if adam is None else adam.max_grad_norm
         # FSDP averages gradients over the ranks, but the loss is a sum over them.
         scale = dist.get_world_size() / normalizer
         parts = trained_parts(self._policy, self._critic)
@@ -360,12 +365,14 @@ class LearnerRank:
         if not skipped:
             for part, norm in zip(parts, norms, strict=True):
                 gradients = [local_part(parameter.grad) for parameter in part if parameter.grad is not None]
-                torch._foreach_mul_(gradients, scale * min(1.0, self._config.max_grad_norm / (norm + 1e-6)))
+                torch._foreach_mul_(gradients, scale * min(1.0, max_norm / (norm + 1e-6)))
             left_alone = parts[:1] if critic_only else parts[1:] if supervised else []
             for parameter in (parameter for part in left_alone for parameter in part):
                 parameter.grad = None
             for group in self._optimizer.param_groups:
                 group["lr"] = group.get("own_lr", learning_rate)
+                if adam is not None:
+                    group.update(betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay)
             self._optimizer.step()
             if self._average is not None and supervised:
                 self._average.restart()
@@ -432,6 +439,10 @@ class LearnerRank:
         """Load a checkpoint; discards the current step. A collective."""
         self.abandon()
         checkpoint.read_state(folder, self._saved_model, self._optimizer, self._rank, self._average)
+
+    def forget_moments(self) -> None:
+        """Let the optimizer begin again, with the weights as they are."""
+        self._optimizer = open_optimizer(self._policy, self._config, self._critic)
 
     def begin_export(self, folder: Path) -> None:
         """Copy the weights; the first rank writes a Hugging Face folder in the background. A collective."""
