@@ -58,8 +58,8 @@ test-nightly: agents-image model browser $(ADAPTERS)/installed ## run the tests 
 	@$(BIN)/python -m pytest -m nightly tests
 	@$(BIN)/python benchmarks/all.py --quick
 
-test-adapters: $(ADAPTERS)/installed ## test adapters and exporters with the packages that they adapt
-	@$(ADAPTERS)/bin/python -m pytest -m adapters tests/envs tests/monitor
+test-adapters: $(ADAPTERS)/installed ## test adapters, exporters and Tinker's API with the packages that they are for
+	@$(ADAPTERS)/bin/python -m pytest -m adapters tests/envs tests/monitor tests/tinker_api
 
 $(ADAPTERS)/installed: $(ADAPTERS_PINS) | $(STAMP)
 	@sh requirements/install_adapters.sh "$(VENV)" "$(ADAPTERS)"

@@ -1,4 +1,4 @@
-"""`roll-flash serve-gateway`: resolve a user's arguments into a model, a server and a folder of episodes."""
+"""`roll-flash serve-gateway` and `serve`: resolve arguments into a model, a server and a folder of episodes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
 from roll_flash.config.addresses import MAX_PORT
@@ -19,6 +20,7 @@ from roll_flash.gateway.backend import Backend
 from roll_flash.gateway.server import GatewayServer
 from roll_flash.gateway.sessions.routes import SessionRoutes
 from roll_flash.gateway.sessions.verifier import Verifier
+from roll_flash.learner.open import check_learner
 from roll_flash.models.hub import is_hub_id
 from roll_flash.models.prepare import RECIPES, is_model, resolve_model
 from roll_flash.monitor.episode_files.steps import step_file
@@ -27,6 +29,13 @@ from roll_flash.processes.background import background_task, first_failure
 from roll_flash.processes.interrupt import Interrupts
 from roll_flash.processes.ports import require_free_port
 from roll_flash.run.run_dir import find_model, make_own_folder
+
+if TYPE_CHECKING:
+    from roll_flash.tinker.routes import TinkerRoutes
+    from roll_flash.tinker.servers import Servers
+
+TINKER_KEY = "tml-"
+"""Beginning of every key that Tinker's clients take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,8 @@ class GatewayRequest:
     verifier: str | None = None
     idle_s: float = 3600.0
     overrides: tuple[str, ...] = ()
+    trains: bool = False
+    """Also serve Tinker's training API, with the same key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,7 @@ class RunningGateway:
     model: str
     episodes: Path
     routes: SessionRoutes
+    training: TinkerRoutes | None = None
 
 
 async def serve(
@@ -76,18 +88,29 @@ async def serve(
 @asynccontextmanager
 async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> AsyncIterator[RunningGateway]:
     """Run a gateway; sessions still open at the end are cancelled and written as failures."""
-    admin_key = api_key_from(request.api_key_env) or f"rf-{secrets.token_urlsafe(24)}"
+    prefix = TINKER_KEY if request.trains else "rf-"
+    admin_key = api_key_from(request.api_key_env) or f"{prefix}{secrets.token_urlsafe(24)}"
+    if request.trains and not admin_key.startswith(TINKER_KEY):
+        raise ConfigError(
+            f"--api-key-env {request.api_key_env}: Tinker's clients take only keys that begin {TINKER_KEY}"
+        )
     if not 0 <= request.port <= MAX_PORT:
         raise ConfigError(f"--port {request.port}: a port is a number from 0 to {MAX_PORT}")
     if request.url is not None and not re.match(r"https?://[^/]", request.url):
         raise ConfigError(f"--url {request.url}: must look like http://host:port")
     verifier = Verifier(request.verifier) if request.verifier else None
     config = _config(request)
+    if request.trains:
+        check_learner(config)
     folder = _out_folder(request)
     if request.port:
         require_free_port(request.host, request.port, "choose another with --port")  # check before a model is started
     async with AsyncExitStack() as stack:
-        backend = await _open_backend(request, config, folder, stack, note)
+        servers: Servers | None = None
+        if request.endpoint is not None:
+            backend = _open_endpoint(request, stack)
+        else:
+            backend, servers = await _open_servers(request, config, folder, stack, note)
         episodes = stack.enter_context(EpisodesWriter(folder))
         timeout_s = config.rollout.generate_timeout_s
         gateway = GatewayServer(backend, call_timeout_s=timeout_s, admin_key=admin_key)
@@ -95,6 +118,9 @@ async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> 
         routes = SessionRoutes(gateway, episodes, verifier=verifier, idle_s=request.idle_s, url=url)
         stack.push_async_callback(gateway.close)
         stack.push_async_callback(routes.close)
+        training = None
+        if request.trains and servers is not None:
+            training = await _open_training(request, gateway, servers, folder, stack)
         try:
             port = await gateway.start(request.host, request.port)
         except OSError as error:
@@ -102,24 +128,29 @@ async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> 
             raise ConfigError(f"{request.host}:{request.port}: {reason}; choose another with --port") from None
         await stack.enter_async_context(background_task(routes.sweep(), "the sweep over unused sessions"))
         url = url or f"http://{request.host}:{port}"
-        yield RunningGateway(url, admin_key, backend.model, step_file(folder, 0), routes)
+        yield RunningGateway(url, admin_key, backend.model, step_file(folder, 0), routes, training)
 
 
-async def _open_backend(
-    request: GatewayRequest, config: Config, folder: Path, stack: AsyncExitStack, note: Callable[[str], None]
-) -> Backend:
+def _open_endpoint(request: GatewayRequest, stack: AsyncExitStack) -> Backend:
+    from roll_flash.gateway.endpoint_backend import EndpointBackend
+
+    assert request.endpoint is not None
     assert request.model is not None
-    if request.endpoint is not None:
-        from roll_flash.gateway.endpoint_backend import EndpointBackend
+    key = api_key_from(request.endpoint_key_env)
+    chat = OpenAIChatClient(request.endpoint, request.model, key)
+    stack.push_async_callback(chat.close)
+    return EndpointBackend(chat, request.name)
 
-        key = api_key_from(request.endpoint_key_env)
-        chat = OpenAIChatClient(request.endpoint, request.model, key)
-        stack.push_async_callback(chat.close)
-        return EndpointBackend(chat, request.name)
+
+async def _open_servers(
+    request: GatewayRequest, config: Config, folder: Path, stack: AsyncExitStack, note: Callable[[str], None]
+) -> tuple[Backend, Servers]:
+    assert request.model is not None
     from roll_flash.chat.tokenizer import load_tokenizer
     from roll_flash.gateway.token_backend import TokenBackend
     from roll_flash.inference.client.token_client import open_client
     from roll_flash.inference.open import open_engine
+    from roll_flash.tinker.servers import Servers
 
     model_folder = resolve_model(config.model.path, config.model.revision)
     logs = folder / "logs"
@@ -132,7 +163,23 @@ async def _open_backend(
     await engine.start()
     client = open_client(engine.client_spec(), tokenizer)
     stack.push_async_callback(client.close)
-    return TokenBackend(client, tokenizer, model=name, max_length=length, thinking=config.model.thinking)
+    backend = TokenBackend(client, tokenizer, model=name, max_length=length, thinking=config.model.thinking)
+    return backend, Servers.of(config, model_folder, engine, client, tokenizer)
+
+
+async def _open_training(
+    request: GatewayRequest, gateway: GatewayServer, servers: Servers, folder: Path, stack: AsyncExitStack
+) -> TinkerRoutes:
+    """Start Ray, where learners will run, and add the routes of Tinker's API."""
+    from roll_flash.processes.ray.local_ray import local_ray
+    from roll_flash.tinker.routes import TinkerRoutes
+
+    await stack.enter_async_context(local_ray(servers.config.ray))
+    names = {gateway.backend.model, str(request.model), str(servers.folder)}
+    training = TinkerRoutes(gateway, servers, frozenset(names), folder / "checkpoints")
+    stack.push_async_callback(training.close)
+    await stack.enter_async_context(background_task(training.sweep(), "the sweep over silent clients"))
+    return training
 
 
 def _config(request: GatewayRequest) -> Config:

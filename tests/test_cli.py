@@ -101,7 +101,7 @@ def test_help_lists_what_exists() -> None:
     assert done.returncode == 0
     listed = [line.split()[0] for line in done.stdout.partition("Commands:\n")[2].splitlines()]
     watching = "status watch dash plot scale diagnose replay verify"
-    described = f"init train eval eval-diff serve-gateway plan {watching} gpu-check export doctor"
+    described = f"init train eval eval-diff serve-gateway serve plan {watching} gpu-check export doctor"
     assert listed == [*described.split(), "envs", "sandbox", "checkpoints"]
     assert done.stdout.isascii()  # no boxes in pipes
 

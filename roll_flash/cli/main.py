@@ -45,6 +45,7 @@ app.command("eval-diff", epilog=example("eval-diff before after"))(evaluate.comp
 app.add_typer(environments.app, name="envs", help="List, check and demonstrate environments.")
 app.add_typer(sandbox.app, name="sandbox", help="List, remove and check sandboxes of this machine.")
 app.command("serve-gateway", epilog=example("serve-gateway --model runs/mine"))(gateway.serve_gateway)
+app.command("serve", epilog=example("serve --model smollm2-135m"))(gateway.serve)
 app.command("plan", epilog=example("plan configs/quickstart.yaml --from runs/mine", EVERY_KEY))(plan.plan)
 app.command("status", epilog=example("status mine"))(status.status)
 app.command("watch", epilog=example("watch mine"))(status.watch)

@@ -100,6 +100,10 @@ class GatewayServer:
         self.app.router.add_post("/v1/messages", self._messages)
         self.app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
 
+    @property
+    def max_body_bytes(self) -> int:
+        return self._max_body_bytes
+
     async def start(self, host: str = LOOPBACK, port: int = 0) -> int:
         """Listen, and return the port. Raises OSError if the port is not available."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

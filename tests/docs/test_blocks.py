@@ -44,6 +44,7 @@ RUN_BY = {
         "python": "tests/stream/test_documentation.py",
         "yaml": "tests/stages/test_documentation.py",
     },
+    "docs/tinker.md": dict.fromkeys(("sh", "python"), "tests/tinker_api/test_tinker.py"),
     "docs/tools.md": dict.fromkeys(("sh", "yaml", "python"), "tests/envs/test_tool_docs.py"),
     "docs/tutorial.md": dict.fromkeys(("sh", "python"), "tests/test_tutorial.py"),
 }

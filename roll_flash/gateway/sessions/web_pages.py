@@ -14,6 +14,9 @@ from aiohttp import web
 
 from roll_flash.gateway.apis.api_error import ApiError
 
+NO_FORM = ("application/json", "application/x-protobuf")
+"""What a page can send only after it has asked, which no answer of ours permits."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -27,7 +30,7 @@ async def refuse_web_pages(request: web.Request, handler: Handler) -> web.Stream
     if is_loopback(_local_address(request)[0]) and not is_loopback(host):
         raise ApiError(403, "foreign_host", f"this is a loopback address; ask for it as {local_url(request)}")
     kind = request.headers.get("Content-Type")
-    if request.can_read_body and kind is not None and request.content_type != "application/json":
+    if request.can_read_body and kind is not None and request.content_type not in NO_FORM:
         raise ApiError(415, "unsupported_media_type", "send Content-Type: application/json")
     return await handler(request)
 
