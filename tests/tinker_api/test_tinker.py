@@ -264,4 +264,4 @@ def test_the_own_loop_of_tinker_cookbook_learns(tmp_path: Path) -> None:
     rewards = [line["env/all/reward/total"] for line in lines if "env/all/reward/total" in line]
     print("rewards", [round(each, 3) for each in rewards])
     assert len(rewards) >= 10
-    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.4
