@@ -240,7 +240,7 @@ def test_the_page_does_as_it_says(server: RunningGateway, capsys: pytest.Capture
 
 
 def test_nothing_is_answered_without_the_key(server: RunningGateway) -> None:
-    paths = [resource.canonical for resource in server.routes.gateway.app.router.resources()]
+    paths = [re.sub(r"{\w+}", "x", each.canonical) for each in server.routes.gateway.app.router.resources()]
     tried = [path for path in paths if path.startswith("/api/")]
     assert len(tried) > 15
     for path in tried:
