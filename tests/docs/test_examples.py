@@ -90,7 +90,7 @@ def test_sandboxes_do_what_the_page_shows() -> None:
 
 @pytest.mark.docker
 def test_a_port_is_forwarded_as_the_page_on_agents_shows() -> None:
-    _, source = texts("docs/agents.md", "python")
+    *_, source = texts("docs/agents.md", "python")
     exec(compile(source, "docs/agents.md", "exec"), {"__name__": "example"})
 
 
