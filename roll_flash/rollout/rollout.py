@@ -79,6 +79,13 @@ class Rollout:
         )
         self._is_closed = False
         self._is_batch = scheduler.mode == "batch"
+        self._rules = {
+            "group_size": scheduler.group_size,
+            "replicas": scheduler.replicas,
+            "retries": rollout.retries,
+        }
+        self._again: list[str] = []
+        """Episodes that had ended, and are played again."""
         if recovery is not None:
             self._restore(recovery, trajectories or {})
         self._changed = asyncio.Event()
@@ -103,6 +110,7 @@ class Rollout:
     async def __aenter__(self) -> Rollout:
         self._background = start_background(self._keep_slots_filled(), "the rollout")
         self._log.start().add_done_callback(self._note_log_failure)
+        self._note({"event": "opened", "again": self._again, **self._rules})
         self._fleet.turns.on_add = self._note_turn
         return self
 
@@ -196,6 +204,7 @@ class Rollout:
         groups = self.scheduler.unfinished_groups()
         ended = {group.group_id: [each.episode_id for each in group.trajectories] for group in groups}
         self._note(state_event(mark, ended))
+        self._note({"event": "opened", "again": [], **self._rules})
         return {
             "mark": mark,
             "version": self.scheduler.learner_version,
@@ -262,6 +271,7 @@ class Rollout:
         begun_at = self._keep_turns(recovery)
         for group in sorted(recovery.groups.values(), key=lambda group: group.number):
             names = [] if self._is_batch else [name for name in group.episodes if name in trajectories]
+            self._again += [name for name in group.episodes if name not in names]
             found = [trajectories[name] for name in names]
             for each in found:
                 self._put(each)
@@ -315,6 +325,7 @@ class Rollout:
         given = {group.group_id for groups in micro_batches for group in groups}
         lost = [name for name in self.scheduler.step_group_ids if name not in given]
         event = {"event": "trained", "version": version, "batches": batches, "without_rows": lost}
+        event["lost"] = self._stream.take_lost()
         if teacher := encode_teacher(micro_batches):
             event["teacher"] = teacher
         self._note({**event, "async_ratio": self.scheduler.async_ratio, "metrics": dict(metrics)})

@@ -5,11 +5,13 @@ checkpoint N in the order in which they fell, one line each, with a checksum:
 
 - `state`: the state of the rollout was copied for this checkpoint; what comes before is in it; `open` has the groups
   that had not left, with their episodes that had ended;
+- `opened`: a driver writes on, with these sizes of groups; episodes of `again` had ended, but their trajectories are
+  lost, so they are played again;
 - `admitted`: a task became a group; `drawn` if it came from the task source, not from the requeued tasks;
 - `ended`: a trajectory was told to the task source, and became part of its group if `kept`;
 - `dropped`: a group left without being trained;
-- `trained`: a step, with the episodes and rewards of its micro-batches in the order in which they were accumulated, and
-  what a teacher said of them;
+- `trained`: a step, with the episodes and rewards of its micro-batches in the order in which they were accumulated,
+  what a teacher said of them, and the episodes of its groups that are `lost`: dropped by a stage, with the reason;
 - `async_ratio`: a decision of `async_ratio: auto`.
 
 A resumed run repeats them from the checkpoint on (`roll_flash/rollout/recovery.py`), up to the first damaged line.

@@ -61,6 +61,8 @@ class _Group:
     is_complete: bool = False
     dropped_for: str | None = None
     """A stage dropped the whole group for this reason; rows that come later are dropped too."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """Why rows were dropped, by id."""
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +124,8 @@ class TrajectoryStream:
         self._queues = {consumer.name: _Queue(consumer) for consumer in consumers}
         self._rows: dict[str, Row] = {}
         self._groups: dict[str, _Group] = {}
+        self._closed: list[_Group] = []
+        """Groups of the step."""
         self._counts: Counter[str] = Counter(produced=0, consumed=0)
         self._failed = asyncio.Event()
         self._error: BaseException | None = None
@@ -208,6 +212,7 @@ class TrajectoryStream:
                 self.drop(list(row.group.rows.values()), reason)
             elif not row.is_gone:
                 self._remove(row)
+                row.group.lost[row.row_id] = reason
                 self._counts[f"dropped_{reason}"] += 1
 
     # The learner
@@ -215,7 +220,15 @@ class TrajectoryStream:
     def close_group(self, group_id: str) -> list[Row]:
         """Return the rows of a group that no further row may join. They stay until `consume` or `drop`."""
         group = self._groups.pop(group_id, None)
-        return [] if group is None else list(group.rows.values())
+        if group is None:
+            return []
+        self._closed.append(group)
+        return list(group.rows.values())
+
+    def take_lost(self) -> dict[str, str]:
+        """Return which rows of the groups that were closed since the last call were dropped, by id, and why."""
+        closed, self._closed = self._closed, []
+        return {row_id: reason for group in closed for row_id, reason in group.lost.items()}
 
     async def settled(self, rows: Iterable[Row], column: str) -> None:
         """Wait until each of these rows has `column` or is gone. One task may wait for a row."""
