@@ -191,7 +191,7 @@ def test_the_disk_that_checkpoints_take_is_said_before_the_run(tmp_path: Path) -
     model = model_folder(tmp_path / "model", 1 << 20)
     settings = config(tmp_path, steps=20, checkpoint={"keep": 2, "keep_every": 10})
     assert checkpoint_bytes(settings, model) == 16 << 20
-    assert checkpoint_bytes(config(tmp_path, learner={"lora": {"rank": 4}}), model) == 8 << 20
+    assert checkpoint_bytes(config(tmp_path, learner={"lora": {"rank": 4}}), model) == 4 << 20
     assert check_disk(settings, model).startswith(
         "checkpoints take about 0.02 GiB each; up to 4 kept, and one more while it is written: 0.08 GiB; "
     )

@@ -54,6 +54,7 @@ def in_process(
     async def run() -> Result:
         forms = rank.check_model()
         learner._fingerprint = rank.start(rank.open_store(None), forms)
+        learner._frozen = rank.digest_of_frozen()
         if not rank.shares_prefixes():
             learner._row_tokens = 1
         learner._ranks = [_Handle(rank)]  # type: ignore[list-item]

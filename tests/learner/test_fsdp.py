@@ -302,9 +302,9 @@ def test_a_rank_that_hangs_is_an_error_after_the_deadline(tiny_model: Path) -> N
     with_learner(tiny_model, use, step_timeout_s=5)
 
 
-@pytest.mark.parametrize(("written_by", "read_by"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("written_by", "read_by", "lora"), [(1, 2, 0), (2, 1, 0), (2, 1, 2)])
 def test_a_resumed_learner_takes_the_same_next_step(
-    tiny_model: Path, tmp_path: Path, written_by: int, read_by: int
+    tiny_model: Path, tmp_path: Path, written_by: int, read_by: int, lora: int
 ) -> None:
     folder = tmp_path / "run" / "state"
 
@@ -323,8 +323,8 @@ def test_a_resumed_learner_takes_the_same_next_step(
         return await weights_of(learner)
 
     started = {1: in_process, 2: with_learner}
-    expected = started[written_by](tiny_model, write, ranks=written_by)
-    assert_same_weights(started[read_by](tiny_model, read, ranks=read_by), expected)
+    expected = started[written_by](tiny_model, write, ranks=written_by, lora={"rank": lora})
+    assert_same_weights(started[read_by](tiny_model, read, ranks=read_by, lora={"rank": lora}), expected)
 
 
 def test_checkpoints_that_cannot_be_read_are_refused_before_anything_changes(tiny_model: Path, tmp_path: Path) -> None:

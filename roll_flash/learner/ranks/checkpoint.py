@@ -1,7 +1,7 @@
 """Writes and reads the training state of a checkpoint, at any world size.
 
-It is files of torch.distributed.checkpoint (weights and optimizer, sharded) and the random state of each rank, in a
-folder of `checkpoint_folder.py`.
+It is files of torch.distributed.checkpoint (trained weights and optimizer, sharded) and random states of ranks, in a
+folder of `checkpoint_folder.py`. Frozen weights are those of `model.path`; the manifest has a digest of them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import pickle
+from collections.abc import Collection
 from concurrent.futures import Future
 from pathlib import Path
 from pickle import UnpicklingError
@@ -24,18 +25,43 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, M
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from roll_flash.errors import CheckpointError
-from roll_flash.learner.ranks.weight_average import WeightAverage
+from roll_flash.learner.ranks.weight_average import WeightAverage, local_part
 
-_AVERAGE = "average"
+_AVERAGE, _MODEL = "average", "model."
 
 
 def fingerprint(model: nn.Module) -> str:
     """Return a digest of all state names and shapes; equal digests mean that a state can be loaded."""
     shapes = sorted((name, tuple(tensor.shape)) for name, tensor in model.state_dict().items())
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
+
+
+@torch.no_grad()
+def digest_of_frozen(model: nn.Module, shards: dist.ProcessGroup) -> str:
+    """Return a digest of the frozen weights, equal for any number of ranks and for float32 and bfloat16; empty without
+    any. A collective of the ranks that together hold a whole model."""
+    frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
+    if not frozen:
+        return ""
+    # Whole numbers: their sum is the same in any order.
+    parts = [
+        local_part(each).to(torch.bfloat16).flatten().view(torch.int16).sum(dtype=torch.int64)
+        for each in frozen.values()
+    ]
+    sums = torch.stack(parts)
+    dist.all_reduce(sums, group=shards)
+    return hashlib.sha256(json.dumps([sorted(frozen), sums.tolist()]).encode()).hexdigest()[:16]
+
+
+def _trained(weights: dict[str, Any], model: nn.Module, kept: Collection[str] = ()) -> dict[str, Any]:
+    """Leave out the weights that no step changes, unless they are `kept`."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    frozen = {name for name, each in parameters if not each.requires_grad and name not in kept}
+    assert frozen <= weights.keys(), "a state has the names of its model"
+    return {name: tensor for name, tensor in weights.items() if name not in frozen}
 
 
 def begin_write(
@@ -55,7 +81,8 @@ def begin_write(
     random_state = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
     try:
         torch.save(random_state, folder / f"random-{rank}.pt")
-        state = {"model": weights, "optimizer": moments} | ({} if average is None else {_AVERAGE: average.state()})
+        trained = _trained(weights, model)
+        state = {"model": trained, "optimizer": moments} | ({} if average is None else {_AVERAGE: average.state()})
         started = dcp.async_save(state, checkpoint_id=folder, process_group=group)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: cannot be written: {_last_line(error)}") from None
@@ -81,30 +108,30 @@ def read_state(
     """Load a checkpoint of `begin_write` at any world size; a rank without a saved random state keeps its own.
 
     Only the moments of the optimizer are loaded: weight decay and betas come from the current config. An average that
-    the checkpoint does not have begins with its weights.
+    the checkpoint does not have begins with its weights. Frozen weights stay as they are, unless it has them.
     """
     weights, optimizer_state = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": weights, "optimizer": {"state": optimizer_state["state"]}}
+    state: dict[str, Any] = {"optimizer": {"state": optimizer_state["state"]}}
     random_file = folder / f"random-{rank}.pt"
     try:
-        if average is not None and _has_average(folder):
+        stored = SafeReader(folder).read_metadata().state_dict_metadata
+        kept = {name.removeprefix(_MODEL) for name in stored if name.startswith(_MODEL)}
+        state["model"] = _trained(weights, model, kept)
+        if average is not None and any(name.startswith(f"{_AVERAGE}.") for name in stored):
             state[_AVERAGE] = average.state()
         dcp.load(state, storage_reader=SafeReader(folder), planner=SafePlanner())
         random_state = torch.load(random_file, weights_only=True) if random_file.exists() else None
     except (CheckpointException, OSError, RuntimeError, UnpicklingError) as error:
         raise CheckpointError(f"{folder}: cannot be read: {_last_line(error)}; use an older checkpoint") from None
     moments = {**optimizer_state, **state["optimizer"]}
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=moments)
+    options = StateDictOptions(strict=len(state["model"]) == len(weights))
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=moments, options=options)
     if average is not None and _AVERAGE not in state:
         average.restart()
     if random_state is not None:
         torch.set_rng_state(random_state["cpu"])
         if torch.cuda.is_available() and random_state["cuda"]:
             torch.cuda.set_rng_state_all(random_state["cuda"])
-
-
-def _has_average(folder: Path) -> bool:
-    return any(name.startswith(f"{_AVERAGE}.") for name in SafeReader(folder).read_metadata().state_dict_metadata)
 
 
 def _last_line(error: BaseException) -> str:

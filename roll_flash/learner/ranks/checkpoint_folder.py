@@ -65,6 +65,8 @@ class Manifest(msgspec.Struct):
     entropy_weight: float | None = None
     entropy_applies: bool = True
     """State of `EntropyControl`; none in checkpoints of older versions."""
+    frozen: str | None = None
+    """Digest of the weights that it does not have; None in checkpoints of older versions, which have them all."""
     files: dict[str, Count] = {}
 
 
@@ -75,8 +77,9 @@ def write_manifest(folder: Path, metadata: dict[str, Any]) -> None:
     (folder / MANIFEST).write_text(json.dumps({**head, "files": files}, indent=1))
 
 
-def read_manifest(folder: Path, model_fingerprint: str) -> Manifest:
-    """Return the metadata of a complete checkpoint of this model. Raises CheckpointError for any mismatch."""
+def read_manifest(folder: Path, model_fingerprint: str, frozen: str = "") -> Manifest:
+    """Return the metadata of a complete checkpoint of this model, whose frozen weights have the digest `frozen`. Raises
+    CheckpointError for any mismatch."""
     try:
         manifest = decode(read_checked(folder / MANIFEST), Manifest)
     except FileNotFoundError:
@@ -87,6 +90,10 @@ def read_manifest(folder: Path, model_fingerprint: str) -> Manifest:
         raise CheckpointError(f"{folder}: format {manifest.format}, this version reads {_FORMAT}")
     if manifest.model != model_fingerprint:
         raise CheckpointError(f"{folder}: written for another model; set model.path to the one it was made from")
+    if manifest.frozen not in (None, frozen):
+        raise CheckpointError(
+            f"{folder}: its adapters were trained on other weights than model.path has now; put those back"
+        )
     for name, size in manifest.files.items():
         path = folder / name
         found = path.stat().st_size if path.is_file() else None

@@ -119,7 +119,7 @@ class FsdpLearner:
         """True if a rank may still run a call that was cancelled."""
         self._failure: str | None = "the learner has not been started"
         self._lost = asyncio.Event()
-        self._fingerprint = ""
+        self._fingerprint = self._frozen = ""
         self._row_tokens = config.micro_batch_tokens
         """Maximum tokens of a packed row, by which trajectories are shared out."""
         self._version = 0
@@ -190,6 +190,9 @@ class FsdpLearner:
         address = await self._on_rank(0, "open_store", host, timeout_s=limit_s)
         fingerprints = await self._on_all("start", address, self._forms, timeout_s=limit_s)
         self._fingerprint = fingerprints[0]
+        self._frozen = ""
+        if self._config.lora.rank:
+            self._frozen = (await self._on_all("digest_of_frozen", timeout_s=limit_s))[0]
         if not all(await self._on_all("shares_prefixes", timeout_s=limit_s)):
             self._row_tokens = 1  # one row per sequence
         self._watches = [
@@ -379,6 +382,7 @@ class FsdpLearner:
         if not self._totals.empty:
             raise LearnerError(f"{folder}: a checkpoint is written between steps, after finish_step")
         metadata = {"model": self._fingerprint, "version": self._version, "ranks": self._config.ranks}
+        metadata["frozen"] = self._frozen
         if self._config.adaptive_entropy.target is not None:
             metadata |= {"entropy_weight": self._entropy.weight, "entropy_applies": self._entropy.applies}
         return await self._in_background("begin_save", folder, manifest=metadata)
@@ -389,7 +393,7 @@ class FsdpLearner:
         Raises CheckpointError; before any change if the checkpoint is missing, truncated or of another model.
         """
         self._check_usable()
-        manifest = await asyncio.to_thread(read_manifest, folder, self._fingerprint)
+        manifest = await asyncio.to_thread(read_manifest, folder, self._fingerprint, self._frozen)
         try:
             async with self._folders.for_reading(folder, MANIFEST) as folders:
                 await self._on_each("load", folders, timeout_s=self._config.step_timeout_s)

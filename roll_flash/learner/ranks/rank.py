@@ -425,6 +425,10 @@ class LearnerRank:
             folder, self._saved_model, self._optimizer, self._average, self._rank, self._background
         )
 
+    def digest_of_frozen(self) -> str:
+        """Return a digest of the weights that checkpoints leave out; empty if all are trained. A collective."""
+        return checkpoint.digest_of_frozen(self._saved_model, self._mesh.get_group("shard"))
+
     def has_written(self, folder: Path) -> bool:
         """Return true if the write to `folder` has finished. Raises CheckpointError if it failed."""
         writing = self._writing.get(folder)

@@ -10,13 +10,14 @@ from roll_flash.checked_files import MAX_FILE_BYTES, decode, open_checked
 from roll_flash.config.tree import Config
 from roll_flash.errors import RunError
 
-_WEIGHTS, _MOMENTS = 4 + 4, 4 + 4
-"""Bytes per parameter, in float32: weights in the learner's state and in the model folder; two moments of AdamW."""
+_MODEL, _WEIGHTS, _MOMENTS = 4, 4, 4 + 4
+"""Bytes per parameter, in float32: in the model folder; weights and two moments of AdamW in the learner's state."""
 
 
 def checkpoint_bytes(config: Config, model_folder: Path) -> int:
-    """Estimate the size of one checkpoint in bytes. Adapters are left out: they are small beside the frozen weights."""
-    per_parameter = _WEIGHTS + (0 if config.learner.lora.rank else _MOMENTS)
+    """Estimate the size of one checkpoint in bytes. With adapters it is that of the model folder: they are small beside
+    it, and the learner's state leaves out the frozen weights."""
+    per_parameter = _MODEL if config.learner.lora.rank else _MODEL + _WEIGHTS + _MOMENTS
     return per_parameter * _count_parameters(model_folder)
 
 
