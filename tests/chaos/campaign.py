@@ -38,7 +38,9 @@ EPISODE_S, EVALUATION_S, START_PART_S, SHUTDOWN_S = 2.0, 0.5, 3.0, 2.0
 POLL_S, MOMENT_POLL_S = 0.1, 0.01
 CLOSE_S = 60.0
 TAIL_BYTES = 1 << 16
-CHECKPOINT_EVERY, EVALUATION_EVERY = 6, 8
+CHECKPOINT_EVERY, EVALUATION_EVERY = 4, 8
+GROUPS_PER_STEP = 2
+"""Half of CONFIG's: each fault waits for a moment of a step, and for the end of another."""
 CONFIG = "configs/ci.yaml"
 """The tiny model."""
 
@@ -86,6 +88,7 @@ class Campaign:
             "name=chaos",
             f"runs={surroundings.runs}",
             "envs.0.max_turns=3",
+            f"scheduler.groups_per_step={GROUPS_PER_STEP}",
             "eval.before_and_after=false",
             "eval.tasks=4",
             f"eval.every={EVALUATION_EVERY}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import resource
@@ -168,7 +169,9 @@ def inject(case: Case, run: Run, longest_s: float) -> None:
 
 
 def _duration(kind: str, draw: random.Random, longest_s: float) -> float:
-    return draw.uniform(SHORTEST_S, min(longest_s, LONGEST_S.get(kind, LONGEST_OTHER_S)))
+    """Draw log-uniformly: as many faults last from 1 to 5 s as from 5 to 25 s, and a minute still comes."""
+    longest_s = min(longest_s, LONGEST_S.get(kind, LONGEST_OTHER_S))
+    return math.exp(draw.uniform(math.log(SHORTEST_S), math.log(longest_s)))
 
 
 def _hit_processes(case: Case, run: Run, draw: random.Random, longest_s: float) -> None:

@@ -73,11 +73,15 @@ class Surroundings:
         }
         self._stack = ExitStack()
         self._engine = None
-        if is_separate:
-            self.has |= {"network"} if shutil.which("iptables") else set()
-            self.has |= {"disk"} if self._make_disk(folder) else set()
-        if own_engine:
-            self._make_engine()
+        try:
+            if is_separate:
+                self.has |= {"network"} if shutil.which("iptables") else set()
+                self.has |= {"disk"} if self._make_disk(folder) else set()
+            if own_engine:
+                self._make_engine()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         self._stack.close()
