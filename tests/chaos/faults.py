@@ -48,8 +48,8 @@ LONGEST_OTHER_S, SHORTEST_S = 5.0, 0.5
 LOSSES = (0.05, 0.2, 0.5)
 HOUR_S = 3600
 T = TypeVar("T")
-APPEARS_S = 200.0
-"""Time for a part that is being started to appear."""
+APPEARS_S, STILL_THERE_S = 200.0, 1.0
+"""Time for a part that is being started to appear; during a shutdown, after which none comes."""
 POLL_S = 0.02
 
 _MOST_PARTS = (
@@ -175,7 +175,7 @@ def _duration(kind: str, draw: random.Random, longest_s: float) -> float:
 
 
 def _hit_processes(case: Case, run: Run, draw: random.Random, longest_s: float) -> None:
-    found = _wait_for(lambda: run.processes(PARTS[case.part]), case.part)
+    found = _wait_for(lambda: run.processes(PARTS[case.part]), case)
     pids = [pid for pid, _ in found] if case.part == TOGETHER else [draw.choice(sorted(found))[0]]
     if case.fault in (KILL, TERM):
         for pid in pids:
@@ -192,7 +192,7 @@ def _hit_sandbox(case: Case, run: Run, draw: random.Random, longest_s: float) ->
         workers = {pid for pid, _ in run.processes(PARTS["worker"])}
         return [one.name for one in list_sandboxes() if one.kind == "container" and _owner_pid(one.owner) in workers]
 
-    name = draw.choice(sorted(_wait_for(of_this_run, "sandbox")))
+    name = draw.choice(sorted(_wait_for(of_this_run, case)))
     if case.fault == KILL:
         _docker("kill", name)
         return
@@ -223,7 +223,7 @@ def _broken(case: Case, run: Run, draw: random.Random) -> AbstractContextManager
             lost = ("-m", "statistic", "--mode", "random", "--probability", share)
             return place.packets_dropped(*(lost if fault == LOSS else ()))
         case "network to a server", _:
-            _, command = draw.choice(sorted(_wait_for(lambda: run.processes(SERVERS), "server")))
+            _, command = draw.choice(sorted(_wait_for(lambda: run.processes(SERVERS), case)))
             return place.packets_dropped("-p", "tcp", "--dport", _port(command))
         case "clock", fault:
             return place.clock_set(HOUR_S if fault == LATER else -HOUR_S)
@@ -241,11 +241,12 @@ def _port(command: str) -> str:
     return words[words.index(SERVERS[1]) + 3]  # MODEL_FOLDER HOST PORT
 
 
-def _wait_for(look: Callable[[], list[T]], what: str) -> list[T]:
-    deadline = time.monotonic() + APPEARS_S
+def _wait_for(look: Callable[[], list[T]], case: Case) -> list[T]:
+    timeout_s = STILL_THERE_S if case.moment is Moment.SHUTDOWN else APPEARS_S
+    deadline = time.monotonic() + timeout_s
     while not (found := look()):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"no {what} within {APPEARS_S:g} s")
+            raise TimeoutError(f"nothing to hit within {timeout_s:g} s")
         time.sleep(POLL_S)
     return found
 

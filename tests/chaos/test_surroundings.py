@@ -16,7 +16,7 @@ import pytest
 
 from roll_flash.inference.client.http_connections import BadAnswerError
 from roll_flash.inference.client.token_protocol import decode_piece
-from tests.chaos.faults import NO_FILES, NO_MEMORY, STOP, Case, Moment, inject
+from tests.chaos.faults import KILL, NO_FILES, NO_MEMORY, STOP, Case, Moment, inject
 from tests.chaos.planted.sitecustomize import GARBAGE, SERVER
 from tests.chaos.surroundings import CLOCK_VARIABLE, GARBAGE_VARIABLE, PLANTED, ROOT
 
@@ -197,3 +197,15 @@ def test_a_fault_that_passes_leaves_a_process_as_it_was(fault: str) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+class NothingLeft(OneProcess):
+    def processes(self, names: object) -> list[tuple[int, str]]:
+        return []
+
+
+def test_a_part_that_has_ended_in_a_shutdown_is_not_waited_for() -> None:
+    began_s = time.monotonic()
+    with pytest.raises(TimeoutError):
+        inject(Case("worker", KILL, Moment.SHUTDOWN, 1), NothingLeft(0), 0.6)
+    assert time.monotonic() - began_s < 60
