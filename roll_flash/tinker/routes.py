@@ -88,6 +88,7 @@ class TinkerRoutes:
         self._samplers: dict[str, Sampler] = {}
         self._saved: dict[str, str] = {}
         """Names of the weights of `save_weights_for_sampler`, by their path."""
+        self._ending: set[asyncio.Task[None]] = set()
         self.futures = Futures()
         posts: dict[str, Callable[[Answer], Awaitable[Answer]]] = {
             "client/config": self._client_config,
@@ -124,6 +125,7 @@ class TinkerRoutes:
     async def close(self) -> None:
         for session in list(self._sessions.values()):
             await self._end(session)
+        await asyncio.gather(*self._ending)
 
     # Requests and their results
 
@@ -200,7 +202,14 @@ class TinkerRoutes:
         return session
 
     async def _end(self, session: ClientSession) -> None:
-        self._sessions.pop(session.session_id, None)
+        """End a session, to its end even if the client that asked for it goes away: the learner must be closed."""
+        if self._sessions.pop(session.session_id, None) is not None:
+            ending = asyncio.create_task(self._close_session(session))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            await asyncio.shield(ending)
+
+    async def _close_session(self, session: ClientSession) -> None:
         await self.futures.cancel(f"{session.session_id}:")
         for name in [name for name in self._samplers if name.startswith(f"{session.session_id}:")]:
             del self._samplers[name]
