@@ -203,7 +203,7 @@ def _differs(episodes: _Episodes) -> EnvCheck:
     detail = f"{tasks} different tasks from {len(episodes.random)} seeds"
     if tasks > 1:
         return EnvCheck("different seeds, different tasks", "pass", detail)
-    return EnvCheck("different seeds, different tasks", "skip", detail, "fine if there is only one task; else use seed")
+    return EnvCheck("different seeds, different tasks", "skip", detail, "fine if rows make the tasks; else use seed")
 
 
 def _nothing_earns_nothing(episodes: _Episodes) -> EnvCheck:
