@@ -41,6 +41,8 @@ class Room:
         """Number of the server and version, in the order of the updates."""
         self.dies_at: dict[int, int] = {}
         """Server -> version at which it dies once."""
+        self.refuses: dict[int, list[str]] = {}
+        """Server -> what it answers to its next updates, without dying."""
         self.may_start = asyncio.Event()
         self.may_start.set()
         monkeypatch.setattr(server_engine, "SUPERVISE_EVERY_S", 0.01)
@@ -78,6 +80,8 @@ class Room:
             del self.dies_at[number]
             server.is_running = False
             raise InferenceError("/update_weights failed: ReadError")
+        if answers := self.refuses.get(number):
+            raise InferenceError(f"/update_weights answered HTTP 500: {answers.pop(0)}")
         self.taken.append((number, weights.version))
         server.version = weights.version
         return ServerUpdate(server.endpoint, weights.version, 0.01, 0.01)
@@ -156,6 +160,45 @@ def test_the_only_server_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path
         assert room.taken == [(0, 1)]
 
     play(lambda: Room(1, monkeypatch, tmp_path), act)
+
+
+def test_a_server_that_cannot_load_is_started_again_while_the_others_have_the_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def act(room: Room) -> None:
+        room.refuses[0] = ["MemoryError"]
+        room.may_start.clear()
+        assert len(await room.engine.publish(IN_MEMORY)) == 1
+        assert room.taken == [(1, 1)]
+        room.may_start.set()
+        await room.until(lambda: room.taken == [(1, 1), (0, 1)])
+        assert room.engine.deaths == 1
+
+    play(lambda: Room(2, monkeypatch, tmp_path), act)
+
+
+def test_the_only_server_that_cannot_load_is_started_again_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def act(room: Room) -> None:
+        room.refuses[0] = ["MemoryError"]
+        assert len(await room.engine.publish(IN_MEMORY)) == 1
+        assert (room.taken, room.engine.deaths) == ([(0, 1)], 1)
+        room.refuses[0] = ["MemoryError"] * 2
+        with pytest.raises(InferenceError, match="MemoryError"):
+            await room.engine.publish(replace(IN_MEMORY, version=2))
+
+    play(lambda: Room(1, monkeypatch, tmp_path), act)
+
+
+def test_weights_that_fit_no_server_start_none_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def act(room: Room) -> None:
+        room.refuses[0] = ["the weights do not fit the model: 1 missing"]
+        with pytest.raises(InferenceError, match="do not fit"):
+            await room.engine.publish(IN_MEMORY)
+        assert room.engine.deaths == 0
+
+    play(lambda: Room(2, monkeypatch, tmp_path), act)
 
 
 def test_if_all_die_the_publication_waits_for_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

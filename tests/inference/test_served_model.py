@@ -201,8 +201,9 @@ def test_weights_that_do_not_fit_are_refused_and_the_server_goes_on(served: Serv
     save_file({"model.embed_tokens.weight": torch.zeros(3, 3)}, bad)
     probe = served.encode(PROBE)
     [before] = served.run(served.engine.score(probe))
-    with pytest.raises(InferenceError, match="update_weights answered HTTP"):
+    with pytest.raises(InferenceError, match=r"update_weights answered HTTP .*do not fit the"):
         served.run(served.engine.publish(StagedWeights(99, str(bad), 1)))
+    assert served.run(served.engine.metrics())["deaths"] == 0
     generation = generate(served, probe, SamplingParams(max_new_tokens=5))
     assert (generation.versions == served.version).all()
     [after] = served.run(served.engine.score(probe))

@@ -55,6 +55,8 @@ SCORE_TIMEOUT_S = 120.0
 AWAY_RETRY_S = 5.0
 """Interval in seconds between two attempts to start a server again whose node is lost."""
 USUAL_START_S = 60.0
+UNFIT = "do not fit the"
+"""Part of a server's answer to weights that no server can load (`weight_sync.published`)."""
 UPDATE_FLOOR_S = 60.0
 """Minimum timeout in seconds of one server's update. Otherwise it is 10 times the longest recent update."""
 
@@ -296,15 +298,17 @@ class ServerEngine:
     async def _update_or_restart(
         self, server: ServerControl, weights: StagedWeights, in_flight: InFlight
     ) -> ServerUpdate | None:
-        """Update one server. If it dies or hangs during the update, return None, and its supervision restarts it; if it
-        is the only one, restart it here, once."""
+        """Update one server. If it dies, hangs or fails during the update, such as for want of memory, return None, and
+        its supervision restarts it; if it is the only one, restart it here, once. Raises InferenceError for weights
+        that do not fit the model."""
         if server.is_running:
             try:
                 return await self._await_or_kill(server, self._update(server, weights, in_flight))
             except InferenceError as error:
-                if not await _is_dead(server):
+                if UNFIT in str(error) or await server.is_lost():
                     raise
-                _log.warning("%s died while it took new weights: %s", server.name, error)
+                died = await _is_dead(server)
+                _log.warning("%s %s new weights: %s", server.name, "died while it took" if died else "failed at", error)
         if server in self._supervisors and len(self._there) > 1:
             self._down.add(server)
             await server.stop()  # whatever is left of it has half the weights
