@@ -99,11 +99,13 @@ class _File:
     begin: bytes = b""
 
     def is_in(self, content: Content) -> bool:
-        """Return True if what was read of the file is in it still: it has grown, or was compressed."""
-        if content.bytes < self.read:
+        """Return True if what was read of the file is in it still: it has grown, or was compressed. A file in the place
+        of one that was removed may have its inode."""
+        if content == self.content:
+            return True
+        is_another = content.is_compressed == self.content.is_compressed and content.inode != self.content.inode
+        if content.bytes < self.read or is_another:
             return False
-        if content.is_compressed == self.content.is_compressed:
-            return content.inode == self.content.inode
         with open_step(self.path) as file:
             return file.read(len(self.begin)) == self.begin
 

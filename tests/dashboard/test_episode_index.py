@@ -109,6 +109,16 @@ def test_after_a_resume_took_steps_back_the_index_begins_again(run: RecordedRun)
     assert index.generation == 1
 
 
+def test_a_longer_file_in_the_place_of_another_is_read_anew_also_with_its_inode(run: RecordedRun) -> None:
+    index = index_of(run.run_dir.episodes)
+    path, ids = sorted(run.run_dir.episodes.glob("step_*.jsonl"))[-1], set(index.ids)
+    whole = path.read_bytes()
+    for content in (b'{"kind":"other"}\n', whole):
+        path.write_bytes(content)  # the inode stays
+        index.refresh(PATIENCE_S)
+    assert set(index.ids) == ids
+
+
 def test_the_index_stays_while_a_run_compresses_and_removes_its_files(
     run: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
