@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -66,11 +67,14 @@ def disk_use(run_folder: Path) -> dict[str, int]:
     sizes: dict[str, int] = {}
     seen: set[int] = set()
     for path in sorted(run_folder.rglob("*")):
-        stat = path.lstat()
-        if path.is_file() and stat.st_ino not in seen:
-            seen.add(stat.st_ino)
+        try:
+            found = path.lstat()
+        except FileNotFoundError:  # the status was being replaced
+            continue
+        if stat.S_ISREG(found.st_mode) and found.st_ino not in seen:
+            seen.add(found.st_ino)
             part = path.relative_to(run_folder).parts[0]
-            sizes[part] = sizes.get(part, 0) + stat.st_size
+            sizes[part] = sizes.get(part, 0) + found.st_size
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 

@@ -255,7 +255,7 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
         stack.push_async_callback(learner.close)
         engine = await _open_servers(stack, config, start.model_folder, run_dir.logs, places, progress.note)
         fleet = _open_workers(stack, config, None, start.model_folder, start.sandboxes, places)
-        await gather_or_cancel(_start_models(learner, engine, places), fleet.start())
+        await gather_or_cancel(_start_models(learner, engine, places, config, progress.note), fleet.start())
         spec = shared_spec(config, engine.client_spec())
         await fleet.serve(spec)
     if teacher is not None:
@@ -359,7 +359,7 @@ async def open_models(
         places = await _start_ray(stack, config, preparation, note, fit, serves=serves)
         stack.push_async_callback(learner.close)
         engine = await _open_servers(stack, config, model_folder, logs, places, note) if serves else None
-        await _start_models(learner, engine, places)
+        await _start_models(learner, engine, places, config, note)
         yield engine, places.plan
 
 
@@ -422,20 +422,30 @@ async def _open_servers(
     return _open_engine(stack, config, model_folder, logs, places, returns_experts=no_replay is None)
 
 
-async def _start_models(learner: LearnerEngine, engine: InferenceEngine | None, places: Reservation) -> None:
-    """Start learner and servers. On a GPU that both share, the servers come between the learner's trial of the model
-    and its start: vLLM measures the free memory while it starts."""
-
-    async def start_learner() -> None:
-        await learner.check_model(places)
-        if places.shares_gpus and engine is not None:
-            await engine.start()
+async def _start_models(
+    learner: LearnerEngine,
+    engine: InferenceEngine | None,
+    places: Reservation,
+    config: Config,
+    note: Callable[[str], None],
+) -> None:
+    """Start learner and servers. The learner tries the model before servers start: an unsupported model then costs only
+    one process. If it is supported, that process is used further."""
+    note(
+        f"trying in the learner's first process whether {Path(config.model.path).name} is computed exactly; servers "
+        "start after that (usually 5-40 s)"
+    )
+    await learner.check_model(places)
+    if engine is None:
         await learner.start()
-
-    if places.shares_gpus or engine is None:
-        await start_learner()
+        return
+    note(f"the model is; starting servers and the rest of the learner ({config.usual_start_of_servers})")
+    if places.shares_gpus:
+        # vLLM measures the free memory of its GPU while it starts.
+        await engine.start()
+        await learner.start()
     else:
-        await gather_or_cancel(engine.start(), start_learner())
+        await gather_or_cancel(engine.start(), learner.start())
 
 
 def _open_engine(

@@ -44,6 +44,8 @@ def make_tiny_model(folder: Path, hidden_size: int = 48, tied: bool = True) -> P
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
     """It stays for the tests of other folders in this process, whose runs use it too: room for their parts."""
+    if ray.is_initialized():  # for tests of another folder that came before in this process
+        ray.shutdown()
     ray.init(address="local", num_cpus=16, include_dashboard=False, configure_logging=False, log_to_driver=True)
     yield
     ray.shutdown()

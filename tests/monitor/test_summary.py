@@ -107,6 +107,13 @@ def test_commands_name_the_program_by_its_file_when_it_is_not_on_the_path(monkey
     assert Path(program).exists()
 
 
+def test_a_file_that_is_replaced_meanwhile_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text("{}")
+    found = [tmp_path / ".status.json.new", tmp_path / "status.json"]
+    monkeypatch.setattr(Path, "rglob", lambda *_: iter(found))
+    assert disk_use(tmp_path) == {"status.json": 2}
+
+
 def test_the_size_on_disk_is_told_and_a_file_in_two_places_counts_once(run_folder: Path) -> None:
     weights = run_folder / "checkpoints" / "model.safetensors"
     weights.parent.mkdir(exist_ok=True)

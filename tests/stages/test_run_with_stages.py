@@ -127,7 +127,8 @@ def test_a_run_trains_on_what_judge_reward_model_and_a_class_of_the_user_say(
     steps = [row for row in read_metrics(folder) if STEP_S in row]
     assert len(steps) == STEPS
     last = steps[-1]
-    assert last["stages/grade/score_mean"] == 0.5
+    # Groups of the last step may all have been scored before it: a step has the figures of what was scored in it.
+    assert {row["stages/grade/score_mean"] for row in steps if "stages/grade/score_mean" in row} == {0.5}
     assert last["stream/dropped_stage_mine_failed"] == last["stages/mine/failed_rows"] > 0
     assert last["stream/balanced"] == 1
     assert last["weights/published_share"] < 0.2
