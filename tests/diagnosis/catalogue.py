@@ -87,7 +87,7 @@ FAULTY = (
         ["steps=12", "learner.warmup_steps=0"],
         fault="stale_prefix_cache",
     ),
-    Planted("broken-level", ("level-always-fails",), [env(), env(impossible=True)], ["steps=16"]),
+    Planted("broken-level", ("level-always-fails",), [env(), env(impossible=True)], ["steps=24"]),
     Planted(
         "hung-sandbox",
         ("sandbox-hangs",),
