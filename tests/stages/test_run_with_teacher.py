@@ -24,7 +24,7 @@ from tests.docs.pages import blocks_of
 
 PAGE = [yaml.safe_load(block.text) for block in blocks_of("docs/algorithms.md") if block.language == "yaml"]
 TEACHER, HINTED = (tree["distill"] for tree in PAGE if "distill" in tree)
-STEPS = 6
+STEPS = 12
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def settings(runs: Path, **tree: Any) -> dict[str, Any]:
         "inference": {"engine": "transformers"},
         "learner": {"learning_rate": 1e-3},
         "eval": {"before_and_after": False},
-        "checkpoint": {"every": 3, "keep": 2},
+        "checkpoint": {"every": 6, "keep": 2},
         **tree,
     }
 
@@ -70,14 +70,13 @@ def test_a_run_learns_from_a_teacher_alone_and_a_resume_repeats_what_it_said(
     tmp_path: Path, teacher: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     distill = {**TEACHER, "teacher": {"model": str(teacher)}}
-    # A distance is a mean over some 500 sampled tokens, so the six steps must move far.
-    tree = settings(tmp_path, distill=distill, learner={"learning_rate": 3e-3})
+    tree = settings(tmp_path, distill=distill)
     train(load_config(tree))
     folder = tmp_path / "taught"
     steps = steps_of(folder)
     assert len(steps) == STEPS
     distances = [row["distill/reverse_kl"] for row in steps]
-    assert sum(distances[-2:]) < 0.9 * sum(distances[:2]), distances
+    assert sum(distances[-4:]) < 0.95 * sum(distances[:4]), distances  # each is a mean over some 500 sampled tokens
     assert not [name for name in steps[-1].keys() - {"step", "time"} if find_metric(name) is None]
     assert steps[-1]["groups_without_signal"] == 0, "the environment pays each replica the same"
     assert steps[-1]["stream/balanced"] == 1
@@ -92,12 +91,12 @@ def test_a_run_learns_from_a_teacher_alone_and_a_resume_repeats_what_it_said(
     capfd.readouterr()
     train(load_config({**tree, "steps": STEPS + 1}), resume=True)
     said = "".join(capfd.readouterr())
-    assert f"repeating steps 4 to {STEPS} from the journal" in said
+    assert f"repeating steps 7 to {STEPS} from the journal" in said
     assert "repeated with another result" not in said
     assert "cannot be repeated" not in said
     events, _ = read_journal(folder / "journal", 3)
     trained = [event for event in events if event["event"] == "trained"]
-    assert [event["version"] for event in trained] == [4, 5, 6, 7]
+    assert [event["version"] for event in trained] == list(range(7, STEPS + 2))
     for event in trained:
         episodes = {name for batch in event["batches"] for _, rows in batch for name, _ in rows}
         assert set(event["teacher"]) == episodes
