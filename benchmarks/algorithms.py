@@ -1,6 +1,6 @@
 """Algorithms beside the default: held-out success of the quickstart's model before and after, and the reward by step.
 
-    python benchmarks/algorithms.py [--seeds 0 1] [--only NAME ...] [--quick] [--json] [a.b=c ...]
+    python benchmarks/algorithms.py [a.b=c ...] [--seeds 0 1] [--only NAME ...] [--quick] [--json]
 
 Trains SmolLM2-135M-Instruct on the quickstart's task once for each algorithm and seed, one run after the other. The
 teacher of `distillation` is what the default's run of the same seed ended with. Results are written after each run, to
