@@ -430,7 +430,7 @@ def test_docker_without_an_engine_is_one_clear_line_before_anything_starts(tmp_p
 
 
 @pytest.mark.ray
-def test_a_model_that_cannot_be_trained_is_refused_before_servers_and_workers_start(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_trained_is_refused_before_servers_start(tmp_path: Path) -> None:
     from transformers import CTRLConfig, CTRLLMHeadModel
 
     model = tmp_path / "model"
