@@ -271,13 +271,14 @@ class StandIn:
 
 
 @pytest.mark.parametrize("shares_gpus", [True, False])
-def test_on_a_shared_gpu_the_server_is_up_before_the_learner_takes_memory(
+def test_the_model_is_tried_first_and_on_a_shared_gpu_the_server_is_up_before_the_learner_takes_memory(
     shares_gpus: bool,
 ) -> None:
     events: list[str] = []
     learner, server = StandIn("learner", events), StandIn("server", events)
     places = types.SimpleNamespace(shares_gpus=shares_gpus)
-    asyncio.run(system._start_models(cast(Any, learner), cast(Any, server), cast(Any, places)))
-    one_after_another = ["the model is tried", "server starts", "server is up", "learner starts", "learner is up"]
-    together = ["server starts", "the model is tried", "learner starts", "server is up", "learner is up"]
-    assert events == (one_after_another if shares_gpus else together)
+    config = load_config(TREE)
+    asyncio.run(system._start_models(cast(Any, learner), cast(Any, server), cast(Any, places), config, lambda _: None))
+    one_after_another = ["server starts", "server is up", "learner starts", "learner is up"]
+    together = ["server starts", "learner starts", "server is up", "learner is up"]
+    assert events == ["the model is tried", *(one_after_another if shares_gpus else together)]

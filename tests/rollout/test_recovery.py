@@ -51,6 +51,7 @@ from roll_flash.run.journal import (
 )
 from roll_flash.run.run_dir import Checkpoint, RunDir
 from roll_flash.run.verify import verify_run
+from roll_flash.scheduling.group_queues import group_id_of
 from roll_flash.stream import LearnerLoader, TrajectoryStream, finished_episode
 from roll_flash.types import EpisodeSpec, FinishedGroup, Task, Trajectory
 
@@ -555,12 +556,13 @@ def test_the_task_source_goes_on_where_it_was(tmp_path: Path) -> None:
             resumed = await resume(config, run_dir, checkpoint, learner, lambda _: None)
             fleet = Fleet(7, learner.version, lambda: None)
             await play(config, run_dir, learner, fleet, resumed=resumed)
-            records = read_episodes(run_dir.episodes)
-        tasks = {row["group_id"]: row["seed"] for row in records} | {s.group_id: s.task.seed for s in fleet.played}
+            events, _ = read_journal(run_dir.journal)
+        admitted = [event for event in events if event["event"] == "admitted" and event["drawn"]]
         source = open_tasks(config)
-        drawn = [source.next().seed for _ in range(100)]
-        assert all(seed == drawn[int(group_id[1:])] for group_id, seed in tasks.items())
-        assert len(tasks) >= 3 * STEPS
+        assert [event["task"]["seed"] for event in admitted] == [source.next().seed for _ in admitted]
+        assert len(admitted) >= 3 * STEPS
+        tasks = {group_id_of(event["number"]): event["task"]["seed"] for event in admitted}
+        assert {spec.group_id: spec.task.seed for spec in fleet.played}.items() <= tasks.items()
 
     asyncio.run(run())
 

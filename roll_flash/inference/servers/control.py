@@ -167,5 +167,11 @@ class ServerControl(ABC):
         """Send all further requests to `endpoint`."""
         if self._http is None or endpoint != self._endpoint:
             self._endpoint = endpoint
-            self._http = httpx.AsyncClient(base_url=endpoint, timeout=CONTROL_TIMEOUT_S, headers=bearer(self._key))
+            self._http = httpx.AsyncClient(
+                base_url=endpoint,
+                timeout=CONTROL_TIMEOUT_S,
+                headers=bearer(self._key),
+                # The server closes a connection after an error of its own, so the next request on it would fail.
+                limits=httpx.Limits(max_keepalive_connections=0),
+            )
             self._clients.append(self._http)

@@ -7,10 +7,8 @@ import time
 from typing import Any
 
 from roll_flash.engines.inference import InFlight, ServerUpdate, StagedWeights
-from roll_flash.errors import InferenceError
 from roll_flash.inference.servers.control import ServerControl
 
-RESUME_ATTEMPTS = 3
 RESUME_TIMEOUT_S = 10.0
 
 
@@ -43,7 +41,7 @@ async def update_server(server: ServerControl, weights: StagedWeights, in_flight
         server.version = weights.version
     finally:
         # Shielded from cancellation: a server that stays paused would block its episodes forever.
-        await asyncio.shield(asyncio.ensure_future(_resume(server)))
+        await asyncio.shield(asyncio.ensure_future(server.post("/resume", timeout_s=RESUME_TIMEOUT_S)))
     ended = time.monotonic()
     return ServerUpdate(server.endpoint, weights.version, paused_s=ended - paused, total_s=ended - started)
 
@@ -85,17 +83,6 @@ async def _receive(server: ServerControl, weights: StagedWeights) -> None:
     except BaseException:
         await server.stop()
         raise
-
-
-async def _resume(server: ServerControl) -> None:
-    """Resume generation, with retries: after an error the server closes the connection of the next request."""
-    for attempt in range(1, RESUME_ATTEMPTS + 1):
-        try:
-            await server.post("/resume", timeout_s=RESUME_TIMEOUT_S)
-            return
-        except InferenceError:
-            if attempt == RESUME_ATTEMPTS or not server.is_running:
-                raise
 
 
 async def _clear_prefix_cache(server: ServerControl) -> None:
