@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from roll_flash.evaluation.comparison import estimate_difference  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
-STEPS, RUN_TIMEOUT_S = 24, 1800.0
+STEPS, RUN_TIMEOUT_S = 120, 1800.0
 SETTINGS = ["envs=[{id: TextFrozenLake-v0, max_turns: 4}]", "rollout.max_concurrent=16", "rollout.max_new_tokens=16"]
 
 

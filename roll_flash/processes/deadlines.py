@@ -1,12 +1,15 @@
-"""Time: a clock that is never set, counts of recent events, and timeouts learned from recent durations."""
+"""Time: a clock that is never set, counts of recent events, timeouts learned from recent durations, and idle times of
+processes."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from typing import TypeVar
+
+import psutil
 
 from roll_flash.errors import RunError
 
@@ -91,3 +94,35 @@ class LearnedDeadline:
             return self._max_s
         slowest = max(seconds / done for seconds, done in self._durations)
         return min(self._max_s, max(self._floor_s, self._factor * slowest * size))
+
+
+IDLE_CORES = 0.1
+"""A process that waits for work uses less than this, also with the threads of Ray in it."""
+
+
+class Idleness:
+    """How long processes have done nothing: they used no core, waited for no core and for no disk, and were not stopped
+    by a signal."""
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        """Raises psutil.NoSuchProcess."""
+        self._processes = [psutil.Process(pid) for pid in pids]
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        self._since_s, self._used_s = time.monotonic(), self._core_seconds()
+
+    def idle_s(self) -> float:
+        """Return the seconds since they last did something, as far as it was seen by calling this often. Raises
+        psutil.NoSuchProcess."""
+        idle_s = time.monotonic() - self._since_s
+        if self._core_seconds() - self._used_s > IDLE_CORES * (1 + idle_s) or any(
+            process.status() != psutil.STATUS_SLEEPING for process in self._processes
+        ):
+            self.begin_again()
+            return 0.0
+        return idle_s
+
+    def _core_seconds(self) -> float:
+        times = [process.cpu_times() for process in self._processes]
+        return sum(each.user + each.system for each in times)

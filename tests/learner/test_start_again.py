@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import ray
 from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.engines.places import Place
 from roll_flash.errors import LearnerLostError, PlacementError
+from roll_flash.learner.ranks import fsdp
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from tests.learner.in_process import assert_same_weights, weights_of
 from tests.learner.samples import make_group
@@ -94,6 +96,33 @@ def test_it_goes_on_from_a_checkpoint_with_fewer_ranks_and_later_with_all_again(
             await learner.close()
             with pytest.raises(LearnerLostError, match="rank 1 needs 1 CPU"):
                 await learner.start()
+        finally:
+            await learner.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("local_ray")
+def test_a_call_whose_answer_is_lost_ends_and_one_that_takes_long_does_not(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsdp, "_IDLE_S", 1.0)
+    monkeypatch.setattr(fsdp, "_WATCH_EVERY_S", 0.1)
+
+    async def run() -> None:
+        learner = FsdpLearner(tiny_model, LearnerConfig(threads=1), async_ratio=1)
+        try:
+            await learner.start()
+            began_s, size = time.monotonic(), 128
+            while time.monotonic() - began_s < 2 * fsdp._IDLE_S:  # the last call alone takes longer than _IDLE_S
+                began_s, size = time.monotonic(), 2 * size
+                await learner.logprobs_of([[place % 50] * 200 for place in range(size)])
+            rank = learner._ranks[0]
+            lost = asyncio.get_running_loop().create_future()
+            with pytest.raises(LearnerLostError, match=r"a call has no answer, and no rank has done anything for 1 s"):
+                await learner._gather([rank.call.remote("process_id"), lost], "text_logprobs", 60.0)
+            assert learner.lost.is_set()
         finally:
             await learner.close()
 

@@ -32,14 +32,19 @@ def write_run(folder: Path, config: Config, truth: Calibration, *, steps: int, b
     ended = [span for span in timeline.episodes.values() if span.ended_s]
     spans = [span for span in ended if span.fate in ("trained", "dropped", "unsettled")]
     write_lines(folder / "episodes/step_000000.jsonl", [_record(span, truth) for span in spans])
-    stopped_s = [span.ended_s - span.started_s for span in ended if span.fate == "cancelled"]
-    write_lines(folder / "episodes" / DROPPED_FILE, [{"stopped_s": stopped_s}])  # without redundancy each was stale
+    stopped = [span for span in ended if span.fate == "cancelled"]  # without redundancy each was stale
+    write_lines(folder / "episodes" / DROPPED_FILE, [_dropped(span) for span in stopped])
     write_lines(folder / "metrics.jsonl", _rows(config, truth, result))
     write_lines(folder / "logs" / TIMELINE, _timeline(config, truth, result))
 
 
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _dropped(span: EpisodeSpan) -> dict[str, Any]:
+    turns = sum(part[0] == "environment" and part[2] < span.ended_s for part in span.parts[1:])
+    return {"group_id": span.group_id, "stopped_s": [span.ended_s - span.started_s], "stopped_turns": [turns]}
 
 
 def _record(span: EpisodeSpan, truth: Calibration) -> dict[str, Any]:

@@ -17,8 +17,14 @@ from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ConfigError, RunError
 from roll_flash.monitor.episodes import DROPPED_FILE
 from roll_flash.planner.measured.calibration import Calibration, Speeds, calibrate
-from roll_flash.planner.measured.episodes import MeasuredLoad, with_stopped, within_group_correlation
-from roll_flash.planner.measured.recording import merged, overlap_share, read_recording, require_same_work
+from roll_flash.planner.measured.episodes import MeasuredLoad, duration_s, with_stopped, within_group_correlation
+from roll_flash.planner.measured.recording import (
+    StoppedEpisode,
+    merged,
+    overlap_share,
+    read_recording,
+    require_same_work,
+)
 from roll_flash.planner.measured.replay import calibrated
 from roll_flash.planner.measured.turn_times import fit_line
 from roll_flash.planner.prediction import predict, simulate
@@ -156,9 +162,37 @@ def test_a_run_in_which_servers_and_learner_take_turns_says_that_their_contentio
 
 def test_a_run_that_stopped_many_episodes_says_that_a_synchronous_plan_is_too_fast(tmp_path: Path) -> None:
     recording = read_recording(run_of(tmp_path, Calibration("made", SPEEDS, load()), steps=3))
-    few, many = (replace(recording, stopped_s=(1.0,) * count) for count in (1, len(recording.episodes)))
+    stopped = StoppedEpisode("g", 1.0, 0)
+    few, many = (replace(recording, stopped=(stopped,) * count) for count in (1, len(recording.episodes)))
     assert not any("stopped as stale" in note for note in calibrate(few).notes)
     assert any(note.startswith("50% of the run's episodes were stopped as stale") for note in calibrate(many).notes)
+
+
+def slow_tail() -> MeasuredLoad:
+    """2 % of the episodes have an environment four times as slow."""
+    chance, plans = random.Random(0), []
+    for _ in range(4000):
+        slowness = chance.lognormvariate(-0.08, 0.4) * (4 if chance.random() < 0.02 else 1)
+        turns = tuple((16, 0.5 * slowness * chance.lognormvariate(-0.125, 0.5)) for _ in range(4))
+        prompts = (40, 76, 112, 148)
+        plans.append(EpisodePlan(turns, 0.0, False, prompts, 0.05, 164))
+    return MeasuredLoad(tuple(sorted(plans, key=lambda plan: sum(step_s for _, step_s in plan.turns))), 0.4)
+
+
+def test_episodes_that_were_stopped_as_stale_count_with_the_time_that_they_would_have_taken(tmp_path: Path) -> None:
+    synchronous, asynchronous = (
+        config_of(scheduler={"groups_per_step": 8, "group_size": 6, "async_ratio": ratio}, steps=40) for ratio in (0, 1)
+    )
+    truth = Calibration("made", SPEEDS, slow_tail())
+    recording = read_recording(run_of(tmp_path, truth, asynchronous, steps=40))
+    unknown = replace(recording, stopped=tuple(replace(each, turns=0) for each in recording.stopped))
+    longest_s = max(episode.finished_s - episode.started_s for episode in recording.episodes)
+    assert max(duration_s(plan, 0.0) for plan in calibrate(recording).load.episodes) > 1.3 * longest_s
+    real, found, without = (
+        predict(synchronous, each)["step_s"].value for each in (truth, calibrate(recording), calibrate(unknown))
+    )
+    assert found == pytest.approx(real, rel=0.1)
+    assert without < 0.95 * real
 
 
 def test_a_run_that_says_too_little_is_refused(tmp_path: Path) -> None:

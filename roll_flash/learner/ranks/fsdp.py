@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import ray.exceptions
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
@@ -58,7 +59,7 @@ from roll_flash.learner.ranks.rank_actor import Forms, RankActor, UpdateRecord, 
 from roll_flash.learner.ranks.step_totals import StepTotals
 from roll_flash.learner.weights.channel import NcclChannel
 from roll_flash.processes.background import start_background
-from roll_flash.processes.deadlines import LearnedDeadline
+from roll_flash.processes.deadlines import Idleness, LearnedDeadline
 from roll_flash.stream import finished_group
 from roll_flash.types import FinishedGroup, Group, Trajectory
 
@@ -66,6 +67,13 @@ _CLOSE_TIMEOUT_S = 20.0
 _START_FLOOR_S = 60.0
 """Minimum timeout in seconds of each call of a start; else ten times the longest start, at most `start_timeout_s`."""
 _WATCH_EVERY_S = 1.0
+_IDLE_S = 30.0
+"""Seconds after which a call is lost for which no rank does anything: Ray loses an answer for which the driver has no
+memory."""
+_COMPUTES = frozenset(
+    ("accumulate", "accumulate_kept", "accumulate_sequences", "divergences", "keep", "stage", "text_logprobs", "update")
+)
+"""Calls that keep a rank busy as long as they last; others may wait for files, for servers or for other nodes."""
 DECAY_SHARE = 0.2
 """Part of the steps in which `decay: wsd` lowers the learning rate."""
 _LOG = logging.getLogger(__name__)
@@ -117,6 +125,8 @@ class FsdpLearner:
         self._forms: Forms = {}
         self._left_busy = False
         """True if a rank may still run a call that was cancelled."""
+        self._computes = False
+        """True during a call of `_COMPUTES`."""
         self._failure: str | None = "the learner has not been started"
         self._lost = asyncio.Event()
         self._fingerprint = self._frozen = ""
@@ -199,6 +209,10 @@ class FsdpLearner:
             start_background(self._watch(rank, self._ranks), f"the watch over {part} of the learner")
             for rank, part in zip(self._ranks, self._parts, strict=True)
         ]
+        if self._node_folders.are_all_here:
+            idleness = Idleness(await self._on_all("process_id", timeout_s=limit_s))
+            lost_calls = self._notice_lost_calls(idleness, self._ranks)
+            self._watches.append(start_background(lost_calls, "the watch over the calls of the learner"))
         self._start_deadline.record(self._checked_s + time.monotonic() - began_s)
         self._checked_s = 0.0
 
@@ -239,6 +253,18 @@ class FsdpLearner:
         except ray.exceptions.RayError as error:
             if ranks is self._ranks:
                 self._kill(self._death(error))
+
+    async def _notice_lost_calls(self, idleness: Idleness, ranks: list[ActorHandle[Any]]) -> None:
+        """Kill the ranks if a computing call has no answer although none of them does anything."""
+        try:
+            while True:
+                await asyncio.sleep(_WATCH_EVERY_S)
+                if not self._computes:
+                    idleness.begin_again()
+                elif (idle_s := idleness.idle_s()) > _IDLE_S and ranks is self._ranks:
+                    self._kill(f"a call has no answer, and no rank has done anything for {idle_s:.0f} s")
+        except psutil.NoSuchProcess:
+            return  # `_watch` says so
 
     async def _reserved(self, rank: int) -> dict[str, Any]:
         """Return the options of a rank's actor. Raises PlacementError if no node has room for it."""
@@ -625,6 +651,7 @@ class FsdpLearner:
     async def _gather(self, calls: list[Any], method: str, timeout_s: float) -> list[Any]:
         """Return the results of all ranks, or raise one error; after a failure all remaining ranks are killed."""
         ranks = self._ranks
+        self._computes = method in _COMPUTES
         try:
             async with asyncio.timeout(timeout_s):  # asyncio.wait_for may lose a cancellation before Python 3.12
                 results = list(await asyncio.gather(*calls))
@@ -646,6 +673,8 @@ class FsdpLearner:
             why = self._death(error, method)
         except PlacementError as error:
             why = str(error)
+        finally:
+            self._computes = False
         if ranks is self._ranks:  # else they were killed meanwhile, and perhaps others started
             self._kill(why)
         raise LearnerLostError(self._failure or why)

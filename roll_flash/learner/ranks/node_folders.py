@@ -65,6 +65,11 @@ class NodeFolders:
         self._node_ids = node_ids
         self._nodes = {node_id: _start_actor(node_id) for node_id in set(node_ids) - {here}}
 
+    @property
+    def are_all_here(self) -> bool:
+        """True if all ranks are on the node of this process."""
+        return not self._nodes
+
     @asynccontextmanager
     async def for_writing(self, folder: Path) -> AsyncIterator[list[Path]]:
         """Give each rank a folder to write into; at the end `folder` has all files. Raises CheckpointError."""

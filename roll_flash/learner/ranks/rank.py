@@ -115,6 +115,9 @@ class LearnerRank:
         node_id: str = ray.get_runtime_context().get_node_id()
         return node_id
 
+    def process_id(self) -> int:
+        return os.getpid()
+
     def _take_device(self) -> None:
         self._device = rank_device(self._config.device, reserved_gpus())
         if self._device == CPU:

@@ -104,7 +104,7 @@ def calibrate(recording: Recording) -> Calibration:
         recording.episodes,
         recording.failures,
         usual_turn,
-        stopped_s=recording.stopped_s,
+        stopped=recording.stopped,
         lease_s=leased_s,
         leased_at_reset=at_reset,
     )
@@ -256,19 +256,20 @@ def _notes(recording: Recording, turns: TurnTimes, cores: float) -> list[str]:
     notes = [line] if (line := removed_line(recording.folder / "episodes")) else []
     if recording.damaged:
         notes.append(f"{recording.damaged} damaged lines of episodes/ were left out")
-    stopped = len(recording.stopped_s)
-    share = stopped / (stopped + len(recording.episodes))
+    num_episodes = len(recording.stopped) + len(recording.episodes)
+    share = len(recording.stopped) / num_episodes
+    unknown = sum(episode.turns == 0 for episode in recording.stopped) / num_episodes
     unfinished = recording.last("bias/unfinished") - share
     if unfinished > MAX_UNFINISHED:
         notes.append(
             f"{unfinished:.0%} of the run's episodes failed, or were stopped when their group was complete, and slow "
             "ones more often: the plan is too fast. Measure without redundancy"
         )
-    if share > MAX_UNFINISHED:
+    if unknown > MAX_UNFINISHED:
         notes.append(
-            f"{share:.0%} of the run's episodes were stopped as stale; how long they would have lasted is not known: "
-            "settings that wait for every episode, such as scheduler.async_ratio=0, may be slower than planned. "
-            "Measure with scheduler.on_stale=wait"
+            f"{unknown:.0%} of the run's episodes were stopped as stale with no turn recorded, so how long they would "
+            "have lasted is not known: settings that wait for every episode, such as scheduler.async_ratio=0, may be "
+            "slower than planned. Measure with scheduler.on_stale=wait"
         )
     if not turns.knows_slowdown and math.isfinite(cores):
         notes.append(

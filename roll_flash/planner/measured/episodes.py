@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import NormalDist, fmean
 
-from roll_flash.planner.measured.recording import RecordedEpisode
+from roll_flash.planner.measured.recording import RecordedEpisode, StoppedEpisode
 from roll_flash.planner.simulation.load import EpisodePlan
 
 MAX_CORRELATION = 0.99
@@ -55,13 +55,15 @@ def measured_load(
     failures: int,
     token_s: float,
     *,
-    stopped_s: Sequence[float] = (),
+    stopped: Sequence[StoppedEpisode] = (),
     lease_s: float = 0.0,
     leased_at_reset: bool,
 ) -> MeasuredLoad:
-    """Return the load of recorded episodes. `token_s`: usual time of one token, to compare their durations.
-    `stopped_s`: how long others had lasted when they were stopped; longer episodes stand for them. `lease_s`: mean wait
-    for a sandbox, which is taken out of the reset or of the first step: the simulation adds its own."""
+    """Return the load of recorded episodes. `token_s`: usual time of one token, to compare their durations. `stopped`:
+    others, which are played on as `completed` says, or longer episodes stand for them. `lease_s`: mean wait for a
+    sandbox, which is taken out of the reset or of the first step: the simulation adds its own."""
+    played_on, stopped_s = completed(stopped, episodes)
+    episodes = [*episodes, *played_on]
     startup_share = _share_without(lease_s, [episode.startup_s for episode in episodes]) if leased_at_reset else 1.0
     step_share = 1.0
     if lease_s and not leased_at_reset:
@@ -85,6 +87,39 @@ def measured_load(
         signal_rate=fmean(with_signal) if with_signal else 1.0,
         failure_rate=failures / (failures + len(episodes)),
     )
+
+
+def completed(
+    stopped: Sequence[StoppedEpisode], episodes: Sequence[RecordedEpisode]
+) -> tuple[list[RecordedEpisode], list[float]]:
+    """Return stopped episodes as if they had been played to their end, and how long the others had lasted.
+
+    Those are stopped that are slow, so that the finished ones alone say too little about long durations. A stopped
+    episode that has finished turns is taken for one of the finished episodes with more turns, but with environment
+    steps so much slower that it is where it was when it was stopped, on average in the middle of a turn.
+    """
+    found, unknown_s = [], []
+    for place, episode in enumerate(stopped):
+        longer = [each for each in episodes if len(each.turns) > episode.turns] if episode.turns else []
+        if not longer:
+            unknown_s.append(episode.lasted_s)
+            continue
+        usual_s = fmean(_elapsed_s(each, episode.turns + 0.5) for each in longer)
+        whole_s = fmean(_elapsed_s(each, len(each.turns)) for each in longer)
+        like = longer[place % len(longer)]
+        rest_s = episode.lasted_s * whole_s / usual_s - sum(turn.generate_s for turn in like.turns) - like.startup_s
+        factor = max(1.0, rest_s / max(1e-9, sum(turn.step_s for turn in like.turns)))
+        turns = tuple(replace(turn, step_s=factor * turn.step_s) for turn in like.turns)
+        own = replace(like, group_id=episode.group_id, turns=turns)
+        found.append(replace(own, finished_s=own.started_s + _elapsed_s(own, len(turns))))
+    return found, unknown_s
+
+
+def _elapsed_s(episode: RecordedEpisode, turns: float) -> float:
+    """Return the time from an episode's start to the end of so many of its turns."""
+    times = [turn.generate_s + turn.step_s for turn in episode.turns]
+    whole = min(int(turns), len(times))
+    return episode.startup_s + sum(times[:whole]) + (turns - whole) * (times[whole] if whole < len(times) else 0.0)
 
 
 def with_stopped(durations_s: Sequence[float], stopped_s: Sequence[float]) -> list[float]:

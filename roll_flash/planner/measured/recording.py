@@ -59,6 +59,16 @@ class RecordedEpisode:
 
 
 @dataclass(frozen=True, slots=True)
+class StoppedEpisode:
+    """An episode that was stopped because its group was dropped."""
+
+    group_id: str
+    lasted_s: float
+    turns: int
+    """Number of turns that it had finished; 0 if that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
 class LearnerSpan:
     work: str
     """`accumulate`, `update` or `stage`."""
@@ -88,8 +98,7 @@ class Recording:
     episodes: tuple[RecordedEpisode, ...]
     failures: int
     """Attempts that ended without a trajectory."""
-    stopped_s: tuple[float, ...]
-    """How long each episode had lasted that was stopped because its group was dropped."""
+    stopped: tuple[StoppedEpisode, ...]
     steps: tuple[Mapping[str, Any], ...]
     """The rows of `metrics.jsonl` that end a step."""
     timeline: tuple[RecordedStep, ...]
@@ -139,7 +148,7 @@ def _recording(folder: Path) -> Recording:
         config=load_config(folder / "config.yaml"),
         episodes=tuple(episodes),
         failures=sum(record["kind"] == "failure" for record in records),
-        stopped_s=_stopped_s(folder),
+        stopped=_stopped(folder),
         steps=tuple(steps),
         timeline=tuple(timeline),
         damaged=damaged,
@@ -165,9 +174,15 @@ def _newest_records(folder: Path) -> tuple[list[dict[str, Any]], int]:
     return found, damaged
 
 
-def _stopped_s(folder: Path) -> tuple[float, ...]:
-    dropped = list(read_lines(folder / "episodes" / DROPPED_FILE))
-    return tuple(float(lasted_s) for group in dropped for lasted_s in group.get("stopped_s", ()))[-MAX_EPISODES:]
+def _stopped(folder: Path) -> tuple[StoppedEpisode, ...]:
+    found = [
+        StoppedEpisode(str(group.get("group_id", "")), float(lasted_s), int(turns))
+        for group in read_lines(folder / "episodes" / DROPPED_FILE)
+        for lasted_s, turns in itertools.zip_longest(
+            group.get("stopped_s", ()), group.get("stopped_turns", ()), fillvalue=0
+        )
+    ]
+    return tuple(found[-MAX_EPISODES:])
 
 
 def _episode(record: Mapping[str, Any]) -> RecordedEpisode:
