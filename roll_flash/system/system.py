@@ -44,7 +44,6 @@ from roll_flash.processes.background import (
 from roll_flash.processes.ray.local_ray import local_ray, own_gpus, unused_gpus
 from roll_flash.processes.ray.watch import ANSWER_TIMEOUT_S, watching_ray
 from roll_flash.processes.supervise import sweep_semaphores
-from roll_flash.resume import Resumed, read_state, resume
 from roll_flash.rollout.elastic import ElasticParts
 from roll_flash.rollout.episodes.episode import Deadlines
 from roll_flash.rollout.fleet import WorkerFleet
@@ -63,8 +62,9 @@ from roll_flash.sandboxes import SandboxSpec
 from roll_flash.sandboxes.scratch import sweep_folders
 from roll_flash.stages.running import RunningStages, open_stages, recorded_scores, stage_consumers
 from roll_flash.stages.teacher import Teacher
-from roll_flash.start_checks import Checked
 from roll_flash.stream import TrajectoryStream
+from roll_flash.system.resume import Resumed, read_state, resume
+from roll_flash.system.start_checks import Checked
 from roll_flash.terminal import say
 from roll_flash.watchdog.activity import Activities, doing
 from roll_flash.watchdog.stacks_elsewhere import stacks_elsewhere
