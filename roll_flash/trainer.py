@@ -200,8 +200,8 @@ class Trainer:
         has_groups = False
         source = self._loader.stream_step(rollout.groups_for_step(self._progress.status))
         async with aclosing(source) as micro_batches:
-            async for micro_batch in micro_batches:
-                has_groups, groups = True, micro_batch.groups
+            async for groups in micro_batches:
+                has_groups = True
                 self._last_tokens = self._computed_tokens(groups)
                 await self._learner_does(
                     "micro-batch",

@@ -174,8 +174,8 @@ async def play(
                 batches = []
                 async with aclosing(loader.stream_step(run.groups_for_step())) as micro_batches:
                     async for micro_batch in micro_batches:
-                        batches.append(micro_batch.groups)
-                        await learner.accumulate(micro_batch.groups)
+                        batches.append(micro_batch)
+                        await learner.accumulate(micro_batch)
                 result = await learner.finish_step()
                 await run.version_advanced(result.version, batches, result.metrics)
                 if result.version in checkpoints:

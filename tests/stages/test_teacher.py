@@ -62,7 +62,7 @@ async def trained(
             loader = LearnerLoader(stream, micro_batch_tokens=1000, timeout_s=20)
             async with aclosing(loader.stream_step(source())) as micro_batches:
                 async for micro_batch in micro_batches:
-                    found |= {each.episode_id: each for one in micro_batch.groups for each in one.trajectories}
+                    found |= {each.episode_id: each for one in micro_batch for each in one.trajectories}
             return found, {**stream.counts(), **running.metrics(), "balanced": stream.metrics()["balanced"]}
     finally:
         await teacher.close()
