@@ -33,7 +33,7 @@ from roll_flash.evaluation.evaluation import eval_sampling, evaluate
 from roll_flash.processes.background import first_failure
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.worker import ChatEndpoint
-from roll_flash.system import open_rollout
+from roll_flash.system.system import open_rollout
 
 RESULTS = Path(__file__).parent / "results"
 LATENCY_S = 0.05

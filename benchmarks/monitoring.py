@@ -50,10 +50,11 @@ WORDS = (
 def train(steps: int, runs: str, without: str) -> dict[str, float]:
     """Train in this process, without one of PARTS or with all (``), and measure it."""
     sys.path.insert(0, str(ROOT))
-    from roll_flash import load_config, system, train
+    from roll_flash import load_config, train
     from roll_flash.diagnosis import LiveDiagnosis
     from roll_flash.monitor.progress import Progress
     from roll_flash.rollout.episode_log import EpisodeLog
+    from roll_flash.system import system
 
     if without == "watching":
 

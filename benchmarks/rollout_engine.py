@@ -32,7 +32,7 @@ from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.scheduling.tasks import SeedTasks
 from roll_flash.stream import TrajectoryStream
-from roll_flash.system import open_fleet, worker_settings
+from roll_flash.system.system import open_fleet, worker_settings
 
 HERE = Path(__file__).parent
 GROUP_SIZE = 8

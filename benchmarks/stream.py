@@ -179,7 +179,7 @@ async def into_two_ranks(worker: Any, calls: Sequence[Any], rows: int) -> tuple[
     began, cpu = time.perf_counter(), time.thread_time()
     async with aclosing(loader.stream_step(groups())) as micro_batches:
         async for micro_batch in micro_batches:
-            shares = plan(micro_batch.groups)
+            shares = plan(micro_batch)
             under_way.append(asyncio.gather(*(call.remote(share) for call, share in zip(calls, shares, strict=True))))
             if len(under_way) > UNDER_WAY:
                 await under_way.pop(0)
@@ -206,7 +206,7 @@ async def control_plane_us(rows: int) -> float:
     cpu = time.thread_time()
     async with aclosing(loader.stream_step(groups())) as micro_batches:
         async for micro_batch in micro_batches:
-            for share in plan(micro_batch.groups):
+            for share in plan(micro_batch):
                 pickle.dumps(share)
     return 1e6 * (time.thread_time() - cpu) / rows
 
@@ -352,7 +352,7 @@ async def steps_s(scale: float, judge_s: float, logs: Path) -> float:
                 began = time.perf_counter()
             async with aclosing(loader.stream_step(rollout.groups_for_step())) as micro_batches:
                 async for micro_batch in micro_batches:
-                    await asyncio.sleep(scale * LEARNER_STEP_S / 4 * len(micro_batch.groups))
+                    await asyncio.sleep(scale * LEARNER_STEP_S / 4 * len(micro_batch))
             await rollout.version_advanced(step + 1)
             fleet.version = step + 1
             rollout.published(step + 1)
@@ -452,8 +452,8 @@ async def streamed_step(learner: FsdpLearner, groups: list[FinishedGroup], delay
 
     async with aclosing(loader.stream_step(put())) as micro_batches:
         async for micro_batch in micro_batches:
-            with timeline.working(len(micro_batch.groups)):
-                await learner.accumulate(micro_batch.groups)
+            with timeline.working(len(micro_batch)):
+                await learner.accumulate(micro_batch)
     await learner.finish_step()
     timeline.step_s = time.perf_counter() - timeline.began
     return timeline

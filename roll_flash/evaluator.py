@@ -32,7 +32,7 @@ from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.run.origin import require_own
 from roll_flash.run.run_dir import find_model, find_run, make_own_folder, require_owned_by_user, require_undamaged
 from roll_flash.run.trained_tasks import read_trained_tasks
-from roll_flash.start_checks import Checked, check_parts, check_sandboxes, require_isolation
+from roll_flash.system.start_checks import Checked, check_parts, check_sandboxes, require_isolation
 from roll_flash.terminal import say
 from roll_flash.types import SamplingParams
 from roll_flash.watchdog.watchdog import CLOSES_WITHIN_S, open_watchdog
@@ -243,7 +243,7 @@ def _open_runner(
     plan: EvalPlan, checked: Checked, api_key_env: str | None, failure: FirstFailure
 ) -> AbstractAsyncContextManager[EpisodeRunner]:
     from roll_flash.rollout.worker import ChatEndpoint
-    from roll_flash.system import open_rollout
+    from roll_flash.system.system import open_rollout
 
     logs = plan.folder / "logs"
     if plan.endpoint is not None:

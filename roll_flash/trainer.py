@@ -21,7 +21,6 @@ from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import RunError
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.learner.open import open_learner
-from roll_flash.learner_restart import LearnerRestart
 from roll_flash.monitor.machine import machine_metrics
 from roll_flash.monitor.metrics import as_numbers
 from roll_flash.monitor.progress import Progress
@@ -34,10 +33,11 @@ from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.run.checkpoints.writer import CheckpointSchedule
 from roll_flash.run.learner_logprobs import write_logprobs
 from roll_flash.run.run_dir import RunDir, check_run_folder
-from roll_flash.start_checks import check_parts, check_sandboxes
 from roll_flash.stream import LearnerLoader
 from roll_flash.summary import summarize
-from roll_flash.system import Start, System, open_system
+from roll_flash.system.learner_restart import LearnerRestart
+from roll_flash.system.start_checks import check_parts, check_sandboxes
+from roll_flash.system.system import Start, System, open_system
 from roll_flash.types import MIN_GROUP_SIZE, FinishedEpisode, FinishedGroup
 from roll_flash.watchdog.activity import doing
 from roll_flash.watchdog.watchdog import CLOSES_WITHIN_S, open_watchdog
@@ -200,8 +200,8 @@ class Trainer:
         has_groups = False
         source = self._loader.stream_step(rollout.groups_for_step(self._progress.status))
         async with aclosing(source) as micro_batches:
-            async for micro_batch in micro_batches:
-                has_groups, groups = True, micro_batch.groups
+            async for groups in micro_batches:
+                has_groups = True
                 self._last_tokens = self._computed_tokens(groups)
                 await self._learner_does(
                     "micro-batch",

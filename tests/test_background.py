@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_flash import system, trainer
+from roll_flash import trainer
 from roll_flash.config.tree import CheckpointConfig, load_config
 from roll_flash.errors import CheckpointError, LearnerError, RollFlashError, RunError
 from roll_flash.processes.background import cancel_on_failure, first_failure, in_thread, start_background
@@ -30,8 +30,9 @@ from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.processes.ray import watch as ray_watch
 from roll_flash.processes.ray.watch import RayDiedError, RayProcess, watching_ray
 from roll_flash.run.checkpoints.writer import CheckpointSchedule
-from roll_flash.start_checks import Checked
 from roll_flash.stream import TrajectoryStream, finished_group
+from roll_flash.system import system
+from roll_flash.system.start_checks import Checked
 from roll_flash.types import FinishedGroup
 from tests.learner.samples import make_group
 

@@ -14,7 +14,7 @@ from roll_flash.errors import RollFlashError
 from roll_flash.models.context_length import context_length
 from roll_flash.models.prepare import resolve_model
 from roll_flash.models.tiny import CHAT_TEMPLATE
-from roll_flash.start_checks import check_parts
+from roll_flash.system.start_checks import check_parts
 
 
 @pytest.fixture

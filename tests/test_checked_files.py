@@ -20,17 +20,17 @@ from roll_flash.cli.main import main
 from roll_flash.config.tree import load_config
 from roll_flash.engines.inference import Generation
 from roll_flash.errors import CheckpointError, ConfigError, RunError
-from roll_flash.learner.ranks.checkpoint_folder import MANIFEST, read_manifest
 from roll_flash.monitor.episodes import episode_record, find_trajectories
 from roll_flash.monitor.json_lines import encode, with_checksum
 from roll_flash.monitor.metrics import keep_steps_until
-from roll_flash.resume import read_state
 from roll_flash.rollout.recovery import Recovery
 from roll_flash.rollout.turn_file import HEAD, NAME, framed, read_turns
 from roll_flash.rollout.turns import RecordedTurn
+from roll_flash.run.checkpoints.folder import MANIFEST, read_manifest
 from roll_flash.run.journal import read_journal
 from roll_flash.run.results import Run
 from roll_flash.run.run_dir import Checkpoint
+from roll_flash.system.resume import read_state
 from tests.dashboard.served import Dashboard, serving
 from tests.dashboard.written_run import RecordedRun, trajectory
 

@@ -16,12 +16,10 @@ from unittest.mock import AsyncMock, Mock
 import numpy as np
 import pytest
 
-from roll_flash import system
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import CheckpointError, ConfigError, RunError
 from roll_flash.monitor.episodes import EpisodesWriter, find_trajectories, read_episodes
 from roll_flash.monitor.progress import Progress
-from roll_flash.resume import resume
 from roll_flash.run import run_dir, scale_request
 from roll_flash.run.checkpoints.disk_use import check_disk, checkpoint_bytes
 from roll_flash.run.run_dir import (
@@ -33,6 +31,8 @@ from roll_flash.run.run_dir import (
     find_run,
     list_checkpoints,
 )
+from roll_flash.system import system
+from roll_flash.system.resume import resume
 from roll_flash.types import EpisodeFailure, Task, Trajectory, Turn
 
 TASK = Task("Maze-v0:7", "Maze-v0", 7, {"size": 3})

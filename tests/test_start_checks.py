@@ -19,7 +19,7 @@ import pytest
 from fake_nvml import FakeGpu, FakeNvml, install
 from safetensors.numpy import save_file
 
-from roll_flash import evaluator, start_checks, system, trainer
+from roll_flash import evaluator, trainer
 from roll_flash.chat import tokenizer
 from roll_flash.cli import dry_run
 from roll_flash.cli.main import main
@@ -36,7 +36,8 @@ from roll_flash.planner.machines.memory import GIB
 from roll_flash.processes.ray import local_ray
 from roll_flash.run.run_dir import RunDir
 from roll_flash.sandboxes import SandboxError, SandboxImageMissing
-from roll_flash.start_checks import check_parts, check_sandboxes
+from roll_flash.system import start_checks, system
+from roll_flash.system.start_checks import check_parts, check_sandboxes
 
 TREE: dict[str, Any] = {"model": {"path": "tiny"}, "envs": [{"id": "counting:Counting-v0"}]}
 

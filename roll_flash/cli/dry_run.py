@@ -17,7 +17,7 @@ from roll_flash.processes.background import DaemonThreads
 from roll_flash.processes.ray.local_ray import local_ray, own_gpus, unused_gpus
 from roll_flash.run.checkpoints.disk_use import check_disk
 from roll_flash.run.run_dir import check_run_folder, list_checkpoints
-from roll_flash.start_checks import check_parts
+from roll_flash.system.start_checks import check_parts
 from roll_flash.types import Task
 
 

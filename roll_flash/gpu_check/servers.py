@@ -34,7 +34,7 @@ from roll_flash.learner.open import open_learner
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.background import cancel_and_wait, first_failure
 from roll_flash.processes.nvml import Driver, read_driver
-from roll_flash.system import open_models
+from roll_flash.system.system import open_models
 from roll_flash.types import SamplingParams
 from roll_flash.weight_sync.parity import (
     MEAN_SHARE,

@@ -35,7 +35,7 @@ from roll_flash.rollout.rollout import training_sampling
 from roll_flash.run.origin import require_own
 from roll_flash.run.run_dir import find_run, require_owned_by_user
 from roll_flash.sandboxes import Sandbox, SandboxError
-from roll_flash.start_checks import check_sandboxes, require_isolation
+from roll_flash.system.start_checks import check_sandboxes, require_isolation
 from roll_flash.terminal import say
 from roll_flash.types import EpisodeSpec, Task, Trajectory
 

@@ -20,12 +20,12 @@ from roll_flash.learner.open import open_learner
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.background import cancel_on_failure, first_failure
 from roll_flash.processes.interrupt import run_to_end
-from roll_flash.resume import restore_learner
 from roll_flash.run.journal import journal_files
 from roll_flash.run.run_dir import Checkpoint, list_checkpoints, require_undamaged
 from roll_flash.run.verify import SHOWN, Finding
 from roll_flash.sandboxes.scratch import scratch_folder
-from roll_flash.system import open_models
+from roll_flash.system.resume import restore_learner
+from roll_flash.system.system import open_models
 
 
 def repeat_steps(folder: Path, note: Callable[[str], None]) -> Finding:

@@ -29,7 +29,6 @@ from roll_flash.run.journal import Event, Journal, state_event
 from roll_flash.scheduling.async_ratio import Decision, StepMeasurement, controller_of
 from roll_flash.scheduling.group_queues import OpenGroup
 from roll_flash.scheduling.scheduler import Scheduler
-from roll_flash.scheduling.selection_bias import SelectionBias
 from roll_flash.scheduling.tasks import TaskSource
 from roll_flash.stream import REWARD, TrajectoryStream
 from roll_flash.types import EpisodeFailure, FinishedEpisode, FinishedGroup, SamplingParams
@@ -75,7 +74,7 @@ class Rollout:
             sampling=training_sampling(config),
             retries=rollout.retries,
             version=version,
-            bias=SelectionBias(longest_s=rollout.episode_timeout_s),
+            longest_episode_s=rollout.episode_timeout_s,
         )
         self._is_closed = False
         self._is_batch = scheduler.mode == "batch"
@@ -143,22 +142,18 @@ class Rollout:
             learns=False,
         )
         with waits as self._waiting:
-            async for groups in self._groups_for_step(report):
-                yield groups
-
-    async def _groups_for_step(self, report: Callable[[str], None]) -> AsyncIterator[list[FinishedGroup]]:
-        while self.scheduler.groups_wanted() > 0:
-            self._group_ready.clear()
-            self.scheduler.now_s = time.monotonic()
-            if groups := self.scheduler.take_ready():
-                self._changed.set()  # a full step cancels the groups that no later step may train
-                yield groups
-                self._last_progress = time.monotonic()
-                continue
-            if self.is_over:
-                return
-            report(f"{self.scheduler.groups_wanted()} groups to go, {self.scheduler.running} episodes running")
-            await self._wait_for_group()
+            while self.scheduler.groups_wanted() > 0:
+                self._group_ready.clear()
+                self.scheduler.now_s = time.monotonic()
+                if groups := self.scheduler.take_ready():
+                    self._changed.set()  # a full step cancels the groups that no later step may train
+                    yield groups
+                    self._last_progress = time.monotonic()
+                    continue
+                if self.is_over:
+                    return
+                report(f"{self.scheduler.groups_wanted()} groups to go, {len(self.scheduler.running)} episodes running")
+                await self._wait_for_group()
 
     async def version_advanced(
         self, version: int, micro_batches: MicroBatches = (), metrics: Mapping[str, float] | None = None
@@ -168,7 +163,7 @@ class Rollout:
         self._note_step(version, micro_batches, metrics or {})
         self.scheduler.now_s = time.monotonic()
         self.scheduler.version_advanced(version)
-        if steps := self.scheduler.steps_without_signal:
+        if steps := self.scheduler.progress.steps_without_signal:
             in_a_row = f" ({steps} steps in a row)" if steps > 1 else ""
             self._notices.append(f"nothing was learned: no group had replicas with different rewards{in_a_row}")
         await self._fleet.cancel(self.scheduler.take_cancelled())
@@ -183,7 +178,7 @@ class Rollout:
     def is_over(self) -> bool:
         """True if the task source has ended and nothing is left for another step to train."""
         scheduler = self.scheduler
-        if not self._tasks_ended or scheduler.running or scheduler.ready or scheduler.requeued_tasks:
+        if not self._tasks_ended or scheduler.running or scheduler.ready or scheduler.requeued:
             return False
         # While servers lag behind the learner, queued groups may still start with the next weights.
         return not scheduler.queued or (
@@ -211,7 +206,7 @@ class Rollout:
             "tasks": self._tasks.state(),
             "next_group": self.scheduler.next_group,
             "groups": [[group.number, group.task.to_dict(), group.requeues, ended[group.group_id]] for group in groups],
-            "requeued": [[task.to_dict(), requeues] for task, requeues in self.scheduler.requeued_tasks],
+            "requeued": [[task.to_dict(), requeues] for task, requeues in self.scheduler.requeued],
             "async_ratio": self._controller.state() if self._controller else None,
         }
 
@@ -225,7 +220,7 @@ class Rollout:
         tasks = {f"tasks/{name}": value for name, value in self._tasks.metrics().items()}
         turns = self._fleet.turns
         moved = {"moved_episodes": turns.moved_episodes, "moved_turns": turns.moved_turns}
-        return {"async_ratio": float(self.scheduler.async_ratio), **bias, **tasks, **moved}
+        return {"async_ratio": float(self.scheduler.rule.async_ratio), **bias, **tasks, **moved}
 
     def adapt(self, metrics: Mapping[str, float]) -> Decision | None:
         """Let `async_ratio: auto` decide, after each step and from its metrics. None if the ratio is fixed."""
@@ -267,7 +262,7 @@ class Rollout:
         if self._controller is not None and recovery.async_ratio is not None:
             self._controller.restore(recovery.async_ratio)
             self.scheduler.set_async_ratio(self._controller.async_ratio)
-        self.scheduler.restore_requeued(recovery.requeued)
+        self.scheduler.requeued.extend(recovery.requeued)
         begun_at = self._keep_turns(recovery)
         for group in sorted(recovery.groups.values(), key=lambda group: group.number):
             names = [] if self._is_batch else [name for name in group.episodes if name in trajectories]
@@ -278,13 +273,13 @@ class Rollout:
             self.scheduler.restore_group(
                 group.number, group.task, group.requeues, found, begun_at=begun_at.get(group.group_id)
             )
-        self.scheduler.continue_at(recovery.next_group)
+        self.scheduler.next_group = recovery.next_group
         for group_id in self.scheduler.take_completed():
             self._stream.complete(group_id)
 
     def _keep_turns(self, recovery: Recovery) -> dict[str, int]:
         """Keep the turns of episodes that can still be trained; return the oldest version of each of their groups."""
-        allowed = recovery.version - self.scheduler.max_staleness
+        allowed = recovery.version - self.scheduler.rule.max_staleness
         begun_at: dict[str, int] = {}
         kept = []
         for name, (oldest, newest) in self._fleet.turns.versions().items():
@@ -302,7 +297,7 @@ class Rollout:
         self._stream.put(outcome.episode_id, outcome.group_id, outcome, columns)
 
     def _note_turn(self, turn: SentTurn) -> None:
-        if turn.episode_id in self.scheduler.running_ids:  # not of an evaluation
+        if turn.episode_id in self.scheduler.running:  # not of an evaluation
             if self._waiting is not None:
                 self._waiting.begin()
             self._log.note_turn(turn.record)
@@ -328,7 +323,7 @@ class Rollout:
         event["lost"] = self._stream.take_lost()
         if teacher := encode_teacher(micro_batches):
             event["teacher"] = teacher
-        self._note({**event, "async_ratio": self.scheduler.async_ratio, "metrics": dict(metrics)})
+        self._note({**event, "async_ratio": self.scheduler.rule.async_ratio, "metrics": dict(metrics)})
 
     async def _keep_slots_filled(self) -> None:
         try:
@@ -339,7 +334,7 @@ class Rollout:
                     await self._fleet.cancel(cancelled)
                 self._end_dropped()  # before a dropped task is admitted again: the journal has it in this order
                 self._admit()
-                free = self._max_concurrent - self.scheduler.running
+                free = self._max_concurrent - len(self.scheduler.running)
                 if episodes := self.scheduler.next_episodes(free):
                     await self._fleet.submit(episodes, self._receive)
                 self._note_idleness()
@@ -365,19 +360,17 @@ class Rollout:
             return "no episode is running"
         name, started_s = oldest
         since_s = time.monotonic() - started_s
-        return f"waiting for {self.scheduler.running} episodes, the oldest ({name}) since {since_s:.0f} s"
+        return f"waiting for {len(self.scheduler.running)} episodes, the oldest ({name}) since {since_s:.0f} s"
 
     def _note_log_failure(self, log: asyncio.Task[None]) -> None:
         if (error := error_of(log)) is not None:
             self.fail(error)
 
     def _note_idleness(self) -> None:
-        idle = self.scheduler.running == 0
-        if idle and self._idle_since is None:
-            self._idle_since = time.monotonic()
-        elif not idle and self._idle_since is not None:
-            self._idle_s += time.monotonic() - self._idle_since
-            self._idle_since = None
+        if not self.scheduler.running:
+            self._idle_since = self._idle_since or time.monotonic()
+        elif self._idle_since is not None:
+            self._idle_s, self._idle_since = self.idle_s(), None
 
     def _end_dropped(self) -> None:
         for group in self.scheduler.take_dropped():
@@ -451,8 +444,8 @@ class Rollout:
                 raise RunError(await self._describe_stall()) from None
         if self._error is not None:
             raise self._error
-        if self.scheduler.problem is not None:
-            raise RunError(self.scheduler.problem)
+        if (problem := self.scheduler.progress.problem) is not None:
+            raise RunError(problem)
         if self._failures_in_a_row >= self._max_failures_in_a_row:
             causes = ", ".join(f"{cause} {count}" for cause, count in self._last_causes.most_common())
             raise RunError(

@@ -1,4 +1,4 @@
-"""Containers for waiting groups: buckets by the last step that may train a group, and the order of submission.
+"""Containers for waiting groups: buckets by the last step that may train a group, the order of submission, batches.
 
 `add`, `remove`, `first` and `due_by` are O(1) in the number of groups: there is one bucket per last step, at most
 alpha + 2 buckets at a time.
@@ -7,7 +7,7 @@ alpha + 2 buckets at a time.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -87,6 +87,41 @@ class SubmissionOrder(DeadlineBuckets):
     def mark_left(self, number: int) -> None:
         """Mark a group as taken or dropped, so that the next one can follow."""
         self._waiting.pop(number, None)
+
+
+class Batches:
+    """Batch scheduling, for comparison: groups start in batches; a batch is handed out when all its groups are done."""
+
+    def __init__(self) -> None:
+        self._unfinished: set[str] = set()
+        self._held_back: list[OpenGroup] = []
+
+    def contains(self, group: OpenGroup) -> bool:
+        return group.group_id in self._unfinished
+
+    @property
+    def is_done(self) -> bool:
+        return not self._unfinished
+
+    def start(self, group_ids: Iterable[str]) -> None:
+        assert self.is_done, "a batch starts when the one before is done"
+        self._unfinished = set(group_ids)
+
+    def hold_back(self, group: OpenGroup) -> None:
+        """Keep a complete group of the batch until the batch is over."""
+        self._held_back.append(group)
+
+    def group_ended(self, group: OpenGroup) -> list[OpenGroup]:
+        """Mark a group as complete or dropped. Return the groups to hand out: none before the batch is over."""
+        self._unfinished.discard(group.group_id)
+        if self._unfinished:
+            return []
+        released, self._held_back = self._held_back, []
+        return released
+
+    def remove(self, group: OpenGroup) -> None:
+        """Remove a dropped group from the held-back groups."""
+        self._held_back = [held for held in self._held_back if held is not group]
 
 
 def group_id_of(number: int) -> str:

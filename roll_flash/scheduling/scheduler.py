@@ -3,7 +3,7 @@
 Every replica of every task is a separate episode in one queue; a free slot takes the next episode. Groups complete in
 any order. The caller reports events (`admit`, `finished`, `published`, `version_advanced`) and asks for decisions
 (`room`, `next_episodes`, `take_ready`, `take_cancelled`, `take_dropped`). `SchedulerConfig` has the options.
-The time is an input too (`now_s`). If no group can be trained for too long, `problem` is set.
+The time is an input too (`now_s`). If no group can be trained for too long, `progress.problem` is set.
 
 Invariants, checked by the property tests:
 - every admitted group leaves exactly once: taken by the learner or dropped with a reason;
@@ -18,13 +18,14 @@ The time of each event grows with its group, not with the number of running or w
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from roll_flash.config.sections.scheduler import SchedulerConfig
-from roll_flash.scheduling.batches import Batches
 from roll_flash.scheduling.group_queues import (
+    Batches,
     DeadlineBuckets,
     DroppedGroup,
     DropReason,
@@ -60,21 +61,24 @@ class Scheduler:
         sampling: SamplingParams,
         retries: int = 0,
         version: int = 0,
-        bias: SelectionBias | None = None,
+        longest_episode_s: float = math.inf,
     ) -> None:
         """`retries`: most retries of a failed episode."""
-        self._rule = StalenessRule(config.first_async_ratio, config.groups_per_step, config.extra_groups)
+        self.rule = StalenessRule(config.first_async_ratio, config.groups_per_step, config.extra_groups)
         self._config = config
         self._retries = retries
         self._max_turns = max_turns
         self._sampling = sampling
-        self._next_group = 0
+        self.next_group = 0
+        """Number of the next group to admit. A resumed run, which must not use a number twice, sets it after all groups
+        of the earlier run are restored."""
         self._groups: dict[str, OpenGroup] = {}
         """Groups admitted and not yet taken or dropped."""
-        self._running: dict[str, OpenGroup] = {}
+        self.running: dict[str, OpenGroup] = {}
+        """Group of each running episode, by the episode's id, in the order of their starts."""
         self._queue: deque[EpisodeSpec] = deque()
         """Episodes to start; a cancelled one stays in the queue until it reaches the front."""
-        self._queued = 0
+        self.queued = 0
         self._begun = DeadlineBuckets()
         """Groups that have started and are not ready for the learner."""
         self._ready: DeadlineBuckets = SubmissionOrder() if config.in_order else DeadlineBuckets()
@@ -88,10 +92,11 @@ class Scheduler:
         self.server_version = version
         self.now_s = 0.0
         """Time in seconds; the caller sets it before each other call."""
-        self._requeued: deque[tuple[Task, int]] = deque()
+        self.requeued: deque[tuple[Task, int]] = deque()
+        """Tasks to admit again with the number of their requeues, oldest first."""
         self._num_requeued = self._num_given_up = 0
-        self._progress = ProgressMonitor(config)
-        self.bias = bias or SelectionBias()
+        self.progress = ProgressMonitor(config)
+        self.bias = SelectionBias(longest_s=longest_episode_s)
         self.dropped_groups: Counter[str] = Counter()
         self.trajectories: Counter[str] = Counter()
         """`produced` == `trained` + every `dropped_*` + `waiting_trajectories()`."""
@@ -105,7 +110,7 @@ class Scheduler:
     def room(self) -> int:
         """Number of tasks that may be admitted now."""
         held = len(self._groups) + len(self._in_step)
-        return max(0, self._rule.capacity(self.server_version, self.learner_version) - held)
+        return max(0, self.rule.capacity(self.server_version, self.learner_version) - held)
 
     def next_episodes(self, free_slots: int) -> list[EpisodeSpec]:
         """Return the episodes to start now, at most `free_slots`, in queue order. They count as started.
@@ -125,7 +130,7 @@ class Scheduler:
 
         With `on_stale="wait"` the step keeps places for groups that would go stale without it.
         """
-        return self._rule.groups_per_step - len(self._in_step)
+        return self.rule.groups_per_step - len(self._in_step)
 
     def take_ready(self) -> list[FinishedGroup]:
         """Take complete, fresh groups for the current step, oldest versions first; at most `groups_wanted()`.
@@ -157,28 +162,16 @@ class Scheduler:
         completed, self._completed = self._completed, []
         return completed
 
-    @property
-    def running(self) -> int:
-        return len(self._running)
-
     def oldest_running(self) -> tuple[str, float] | None:
         """Return the episode that was started first, with that time in seconds; None if none is running."""
-        for episode_id, group in self._running.items():
+        for episode_id, group in self.running.items():
             return episode_id, group.started_s[episode_id]
         return None
 
     def began_s(self, episode_id: str) -> float | None:
         """Return when a running episode was started; None if it is not running."""
-        group = self._running.get(episode_id)
+        group = self.running.get(episode_id)
         return None if group is None else group.started_s[episode_id]
-
-    @property
-    def running_ids(self) -> Collection[str]:
-        return self._running.keys()
-
-    @property
-    def queued(self) -> int:
-        return self._queued
 
     @property
     def startable(self) -> int:
@@ -209,34 +202,15 @@ class Scheduler:
         """Ids of the groups that the current step has taken so far."""
         return [group.group_id for group, _ in self._in_step]
 
-    @property
-    def problem(self) -> str | None:
-        """Reason to stop the run, in one line with a remedy; None while there is progress."""
-        return self._progress.problem
-
-    @property
-    def steps_without_signal(self) -> int:
-        """Number of consecutive steps, up to the last one, in which no group had signal; 0 without a filter."""
-        return self._progress.steps_without_signal
-
-    @property
-    def requeued_tasks(self) -> list[tuple[Task, int]]:
-        """Tasks to admit again with the number of their requeues, oldest first."""
-        return list(self._requeued)
-
     def counts(self) -> dict[str, int]:
         """Count groups whose task was requeued or given up, and groups without signal that had to be trained."""
         return {
             "requeued": self._num_requeued,
             "given_up": self._num_given_up,
-            "unfiltered": self._progress.unfiltered_groups,
+            "unfiltered": self.progress.unfiltered_groups,
         }
 
     # Events that the caller reports
-
-    def restore_requeued(self, waiting: Iterable[tuple[Task, int]]) -> None:
-        """Add the `requeued_tasks` of an earlier run, for `admit_requeued`."""
-        self._requeued.extend(waiting)
 
     def restore_group(
         self,
@@ -250,7 +224,7 @@ class Scheduler:
         """Add a group of an earlier run with the trajectories that it has; queue its other replicas. `begun_at`: oldest
         version of those that go on after a finished turn. Groups come in the order of their numbers, before any is
         admitted. One that is too old by now is dropped. With `mode="batch"` it begins again: give no trajectories."""
-        self._next_group = number
+        self.next_group = number
         group = self._add_group(task, requeues)
         group.trajectories.extend(trajectories)
         highest = max((int(each.episode_id.rpartition("-r")[2]) for each in trajectories), default=-1)
@@ -262,8 +236,8 @@ class Scheduler:
                 self._enqueue(group, episode)
         versions = [each.oldest_version for each in trajectories] + ([] if begun_at is None else [begun_at])
         if versions:
-            group.max_staleness = self._rule.max_staleness
-            group.last_step = last_step = self._rule.last_step(min(versions))
+            group.max_staleness = self.rule.max_staleness
+            group.last_step = last_step = self.rule.last_step(min(versions))
             self._begun.add(group)
             if last_step < self.learner_version:
                 self._drop(group, "stale")
@@ -271,15 +245,11 @@ class Scheduler:
                 self._complete(group)
         return group
 
-    def continue_at(self, number: int) -> None:
-        """Admit the next group with this number, after all groups of an earlier run are restored."""
-        self._next_group = number
-
     def admit_requeued(self) -> OpenGroup | None:
         """Admit the oldest requeued task and return its group; None if no task is requeued."""
-        if not self._requeued:
+        if not self.requeued:
             return None
-        task, requeues = self._requeued.popleft()
+        task, requeues = self.requeued.popleft()
         return self.admit(task, requeues=requeues)
 
     def admit(self, task: Task, *, requeues: int = 0) -> OpenGroup:
@@ -290,8 +260,8 @@ class Scheduler:
         return group
 
     def _add_group(self, task: Task, requeues: int) -> OpenGroup:
-        group = OpenGroup(self._next_group, group_id_of(self._next_group), task, requeues=requeues)
-        self._next_group += 1
+        group = OpenGroup(self.next_group, group_id_of(self.next_group), task, requeues=requeues)
+        self.next_group += 1
         self.admitted += 1
         self._groups[group.group_id] = group
         if isinstance(self._ready, SubmissionOrder):
@@ -303,7 +273,7 @@ class Scheduler:
 
         Unknown episodes (already cancelled and counted) are ignored.
         """
-        group = self._running.pop(outcome.episode_id, None)
+        group = self.running.pop(outcome.episode_id, None)
         if group is None:
             return False
         is_kept = False
@@ -326,7 +296,7 @@ class Scheduler:
     def version_advanced(self, version: int) -> None:
         """Record the end of a step: count its trained groups and drop the groups that are now too old."""
         self.learner_version = version
-        self._progress.step_finished()
+        self.progress.step_finished()
         self._filtered_in_step = 0
         self.trained_groups += len(self._in_step)
         self.trajectories["trained"] += sum(len(group.trajectories) for _, group in self._in_step)
@@ -335,22 +305,9 @@ class Scheduler:
         self._in_step.clear()
         self._drop_all(self._stale_after(version - 1), "stale")
 
-    @property
-    def next_group(self) -> int:
-        """Number of the next group to admit: a resumed run must not use a number twice."""
-        return self._next_group
-
-    @property
-    def max_staleness(self) -> int:
-        return self._rule.max_staleness
-
-    @property
-    def async_ratio(self) -> float:
-        return self._rule.async_ratio
-
     def set_async_ratio(self, async_ratio: float) -> None:
         """Change the async ratio. Started groups keep their old bound, so lowering it drops none of them."""
-        self._rule = replace(self._rule, async_ratio=async_ratio)
+        self.rule = replace(self.rule, async_ratio=async_ratio)
         if self._batches is not None:
             self._shrink_batch(self._batches)
 
@@ -363,7 +320,7 @@ class Scheduler:
 
     def _enqueue(self, group: OpenGroup, episode: EpisodeSpec, *, first: bool = False) -> None:
         group.queued[episode.episode_id] = episode
-        self._queued += 1
+        self.queued += 1
         if first:
             self._queue.appendleft(episode)
         else:
@@ -387,7 +344,7 @@ class Scheduler:
         """Number of groups that may start now; can be negative after alpha was lowered."""
         is_full = self.groups_wanted() == 0
         held = len(self._begun) + len(self._ready) + (0 if is_full else len(self._in_step))
-        return self._rule.startable(self.server_version, self.learner_version + is_full) - held
+        return self.rule.startable(self.server_version, self.learner_version + is_full) - held
 
     def _shrink_batch(self, batches: Batches) -> None:
         """Move groups that lost their place to a later batch: a batch must not wait for a group that cannot start."""
@@ -397,7 +354,7 @@ class Scheduler:
 
     def _is_in_batch(self, batches: Batches, group: OpenGroup, places: int) -> bool:
         if batches.is_done:
-            size = min(places, self._rule.groups_per_step + self._rule.extra_groups)
+            size = min(places, self.rule.groups_per_step + self.rule.extra_groups)
             not_begun = [g.group_id for g in self._groups.values() if not g.has_begun]
             batches.start(not_begun[:size])
         return batches.contains(group)
@@ -405,13 +362,13 @@ class Scheduler:
     def _start(self, group: OpenGroup, episode: EpisodeSpec) -> EpisodeSpec:
         self._queue.popleft()
         del group.queued[episode.episode_id]
-        self._queued -= 1
+        self.queued -= 1
         group.running[episode.episode_id] = episode
         group.started_s[episode.episode_id] = self.now_s
-        self._running[episode.episode_id] = group
+        self.running[episode.episode_id] = group
         if not group.has_begun:
-            group.last_step = self._rule.last_step(self.server_version)
-            group.max_staleness = self._rule.max_staleness
+            group.last_step = self.rule.last_step(self.server_version)
+            group.max_staleness = self.rule.max_staleness
             self._begun.add(group)
         return episode
 
@@ -445,15 +402,15 @@ class Scheduler:
         group.is_complete = True
         self._cancel_surplus(group)
         if len(group.trajectories) < min(MIN_GROUP_SIZE, self._config.group_size):
-            self._progress.group_lost([failure.cause for failure in group.failures])
+            self.progress.group_lost([failure.cause for failure in group.failures])
             return self._drop(group, "too_few_trajectories")
         self._begun.remove(group)
         last_step = group.set_last_step_from_tokens()
         self._begun.add(group)
         if last_step < self.learner_version + (self.groups_wanted() == 0):
-            self._progress.group_lost(["tokens too old when they came"])
+            self.progress.group_lost(["tokens too old when they came"])
             return self._drop(group, "stale")
-        self._progress.group_completed()
+        self.progress.group_completed()
         if self._is_refused(group):
             self._filtered_in_step += 1
             return self._drop(group, "no_signal")
@@ -469,7 +426,7 @@ class Scheduler:
         has_signal = group.to_group().has_signal
         if not has_signal and self._filtered_in_step < MAX_FILTERED_STEPS * self._config.groups_per_step:
             return True
-        self._progress.group_passed(has_signal=has_signal)
+        self.progress.group_passed(has_signal=has_signal)
         return False
 
     def _make_ready(self, group: OpenGroup) -> None:
@@ -492,7 +449,7 @@ class Scheduler:
     def _has_place_for(self, group: OpenGroup) -> bool:
         """True if this step may take `group`: `wait` keeps places for more urgent groups, in each later step too."""
         assert group.last_step is not None
-        taken, size, first = len(self._in_step), self._rule.groups_per_step, self.learner_version
+        taken, size, first = len(self._in_step), self.rule.groups_per_step, self.learner_version
         if taken >= size or self._config.on_stale != "wait" or self._config.in_order:  # in_order: nothing overtakes
             return taken < size
         return all(
@@ -515,7 +472,7 @@ class Scheduler:
 
     def _surplus_groups(self) -> list[OpenGroup]:
         """Groups in excess of the places of later steps, oldest first; called when the step is full."""
-        places = self._rule.max_staleness * self._rule.groups_per_step
+        places = self.rule.max_staleness * self.rule.groups_per_step
         excess = len(self._begun) + len(self._ready) - places
         return list(self._begun)[: max(0, excess)]
 
@@ -545,7 +502,7 @@ class Scheduler:
             self._num_given_up += 1
         else:
             self._num_requeued += 1
-            self._requeued.append((group.task, group.requeues + 1))
+            self.requeued.append((group.task, group.requeues + 1))
 
     def _leave(self, group: OpenGroup) -> tuple[float, ...]:
         """Remove a group that is taken or dropped, and stop its queued and running episodes. Return how long the
@@ -559,13 +516,13 @@ class Scheduler:
         return stopped_s
 
     def _unqueue(self, group: OpenGroup) -> None:
-        self._queued -= len(group.queued)
+        self.queued -= len(group.queued)
         group.queued.clear()
 
     def _stop(self, group: OpenGroup) -> tuple[float, ...]:
         lasted_s = tuple(self.now_s - group.started_s.pop(episode_id) for episode_id in group.running)
         for episode_id in group.running:
-            del self._running[episode_id]
+            del self.running[episode_id]
             self._cancelled.append(episode_id)
         self.cancelled_episodes += len(lasted_s)
         group.unfinished_s += lasted_s

@@ -22,12 +22,6 @@ class StalenessRule:
     groups_per_step: int
     extra_groups: int = 0
 
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.async_ratio) and self.async_ratio >= 0):
-            raise ValueError(f"async_ratio {self.async_ratio} must be a finite number >= 0; 0 is synchronous training")
-        if self.groups_per_step < 1 or self.extra_groups < 0:
-            raise ValueError("groups_per_step must be >= 1 and extra_groups >= 0")
-
     @property
     def max_staleness(self) -> int:
         """Maximum age in steps of a trained token."""

@@ -4,7 +4,7 @@
 """
 
 from roll_flash.stream.episodes import finished_episode, finished_group
-from roll_flash.stream.loader import REWARD, LearnerLoader, MicroBatch
+from roll_flash.stream.loader import REWARD, LearnerLoader
 from roll_flash.stream.stage import Stage
 from roll_flash.stream.stream import Consumer, Row, TrajectoryStream
 
@@ -12,7 +12,6 @@ __all__ = [
     "REWARD",
     "Consumer",
     "LearnerLoader",
-    "MicroBatch",
     "Row",
     "Stage",
     "TrajectoryStream",

@@ -97,13 +97,12 @@ def hand_in(outcomes: Sequence[Trajectory | EpisodeFailure], worker: str | None 
     arrays, the rest in pickled form, and the lines of the episode log.
     """
     whole = [outcome for outcome in outcomes if isinstance(outcome, Trajectory)]
-    ended = [outcome if isinstance(outcome, EpisodeFailure) else _without_data(outcome) for outcome in outcomes]
+    ended = [
+        outcome if isinstance(outcome, EpisodeFailure) else replace(finished_episode(outcome), data=None)
+        for outcome in outcomes
+    ]
     lines = [encode(episode_record(each, worker)).encode() for each in whole]
     return ended, TokenBlock.of(whole), [_text(each) for each in whole], lines
-
-
-def _without_data(trajectory: Trajectory) -> FinishedEpisode:
-    return replace(finished_episode(trajectory), data=None)
 
 
 def _text(trajectory: Trajectory) -> bytes:

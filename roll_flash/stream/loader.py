@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -19,14 +19,6 @@ REWARD = "reward"
 """Column with the reward that is trained. It is the last one: the teacher's, if there is one, is there before."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MicroBatch:
-    """Whole groups for one `learner.accumulate`. `tokens`: their packed size, the prompt of a group counted once."""
-
-    groups: list[FinishedGroup]
-    tokens: int
-
-
 @dataclass(slots=True, eq=False)
 class _Pending:
     """A group of the step that is not trained yet. `group` is None until each of its rows has a reward."""
@@ -34,10 +26,12 @@ class _Pending:
     rows: list[Row]
     group: FinishedGroup | None = None
     tokens: int = 0
+    """Packed size of the group: its prompt is counted once."""
     is_lost: bool = False
     """Too few of its trajectories are left."""
 
 
+@dataclass(slots=True)
 class LearnerLoader:
     """Waits for the rewards of the groups of a step and cuts micro-batches of `micro_batch_tokens`.
 
@@ -46,22 +40,16 @@ class LearnerLoader:
     `least_group_size` are left.
     """
 
-    def __init__(
-        self,
-        stream: TrajectoryStream,
-        *,
-        micro_batch_tokens: int,
-        in_order: bool = False,
-        timeout_s: float = 600.0,
-        least_group_size: int = MIN_GROUP_SIZE,
-    ) -> None:
-        self._stream = stream
-        self._max_tokens = micro_batch_tokens
-        self._in_order = in_order
-        self._timeout_s = timeout_s
-        self._least_group_size = least_group_size
+    stream: TrajectoryStream
+    _: KW_ONLY
+    micro_batch_tokens: int
+    in_order: bool = False
+    timeout_s: float = 600.0
+    least_group_size: int = MIN_GROUP_SIZE
 
-    async def stream_step(self, groups: AsyncIterator[list[FinishedGroup]]) -> AsyncGenerator[MicroBatch, None]:
+    async def stream_step(
+        self, groups: AsyncIterator[list[FinishedGroup]]
+    ) -> AsyncGenerator[list[FinishedGroup], None]:
         """Yield the groups of one step, in micro-batches, as their rewards come.
 
         The rows of a micro-batch count as consumed when the next one is asked for. Close the generator
@@ -71,15 +59,15 @@ class LearnerLoader:
         An error of `groups` is raised as it is. Raises StreamStarvedError if stages write no reward in time, and
         StreamError when stages dropped all trajectories of the step: there is nothing to step on.
         """
-        step = _Step(self._stream, groups, self._least_group_size)
+        step = _Step(self.stream, groups, self.least_group_size)
         was_given = False
         try:
             while taken := await self._next(step):
                 was_given = True
-                yield MicroBatch([each.group for each in taken if each.group], sum(each.tokens for each in taken))
-                self._stream.consume(row for each in taken for row in each.rows)
+                yield [each.group for each in taken if each.group]
+                self.stream.consume(row for each in taken for row in each.rows)
             if step.num_groups and not was_given:
-                dropped = {name: n for name, n in self._stream.counts().items() if name.startswith("dropped_")}
+                dropped = {name: n for name, n in self.stream.counts().items() if name.startswith("dropped_")}
                 reasons = ", ".join(f"{name.removeprefix('dropped_')} {n}" for name, n in dropped.items())
                 raise StreamError(f"no trajectory of this step reached the learner; dropped so far: {reasons}")
         finally:
@@ -89,10 +77,10 @@ class LearnerLoader:
         """Take what is ready, at most `micro_batch_tokens`; nothing if the step has ended."""
         while True:
             step.changed.clear()
-            self._stream.raise_failure()
+            self.stream.raise_failure()
             if step.error is not None:
                 raise step.error
-            ready = step.ready(in_order=self._in_order)
+            ready = step.ready(in_order=self.in_order)
             if ready:
                 return self._take(step, ready)
             if step.has_all and not step.pending:
@@ -101,8 +89,8 @@ class LearnerLoader:
                 await self._wait(step)
             except TimeoutError:
                 raise StreamStarvedError(
-                    f"{len(step.pending)} groups got no {REWARD!r} within {self._timeout_s:g} s; stages that are "
-                    f"behind: {self._stream.behind()}"
+                    f"{len(step.pending)} groups got no {REWARD!r} within {self.timeout_s:g} s; stages that are "
+                    f"behind: {self.stream.behind()}"
                 ) from None
 
     async def _wait(self, step: _Step) -> None:
@@ -110,24 +98,26 @@ class LearnerLoader:
         if not step.has_all:
             await step.changed.wait()
             return
-        then = f"the run ends after {self._timeout_s:g} s (monitor.stall_timeout_s)"
-        about = lambda: f"behind: {self._stream.behind()}"  # noqa: E731
+        then = f"the run ends after {self.timeout_s:g} s (monitor.stall_timeout_s)"
+        about = lambda: f"behind: {self.stream.behind()}"  # noqa: E731
         with doing("the scoring", "groups have no reward", then=then, about=about):
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 await step.changed.wait()
 
     def _take(self, step: _Step, ready: list[_Pending]) -> list[_Pending]:
         """Take what comes next. The oldest group is always in it, so that nothing waits for ever."""
         knows_all = step.has_all and len(ready) == len(step.pending)
-        if self._in_order:
+        if self.in_order:
             total = sum(each.tokens for each in ready)
-            limit = ceil(total / max(1, ceil(total / self._max_tokens))) if knows_all else self._max_tokens
+            limit = (
+                ceil(total / max(1, ceil(total / self.micro_batch_tokens))) if knows_all else self.micro_batch_tokens
+            )
             step.taken = fill(ready, limit, in_order=True)
         elif knows_all:
-            step.last = step.last or equal_bins(ready, self._max_tokens)
+            step.last = step.last or equal_bins(ready, self.micro_batch_tokens)
             step.taken = step.last.pop(0)
         else:
-            step.taken = fill(ready, self._max_tokens, in_order=False)
+            step.taken = fill(ready, self.micro_batch_tokens, in_order=False)
         taken = {id(each) for each in step.taken}
         step.pending = [each for each in step.pending if id(each) not in taken]
         return step.taken

@@ -39,7 +39,7 @@ from roll_flash.run.trained_tasks import TrainedTasks
 from roll_flash.stages.running import open_stages, stage_consumers
 from roll_flash.stream import TrajectoryStream
 from roll_flash.stream.episodes import finished_episode
-from roll_flash.system import System, worker_settings
+from roll_flash.system.system import System, worker_settings
 from roll_flash.trainer import Trainer
 from roll_flash.types import EpisodeFailure, EpisodeSpec, FinishedEpisode
 from roll_flash.weight_sync.parity import load_probe, parity_threshold

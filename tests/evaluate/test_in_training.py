@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from scripted_runner import ScriptedRunner, trajectory_of
 
-from roll_flash import system
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import RunError
 from roll_flash.evaluation.in_training import EvaluationsBesideTraining, evaluate_version
+from roll_flash.system import system
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Trajectory
 
 

@@ -10,7 +10,7 @@ import pytest
 from roll_flash.config.tree import Config, load_config
 from roll_flash.evaluator import EvalRequest, plan_evaluation
 from roll_flash.sandboxes import SandboxUnavailable
-from roll_flash.start_checks import check_parts, check_sandboxes, require_isolation
+from roll_flash.system.start_checks import check_parts, check_sandboxes, require_isolation
 
 
 def config(*overrides: str, env: str = "ShellMath-v0") -> Config:

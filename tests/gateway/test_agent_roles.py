@@ -15,8 +15,8 @@ from roll_flash.envs.hosting.environments import check_environments
 from roll_flash.errors import ConfigError
 from roll_flash.rollout.worker import Outcome
 from roll_flash.scheduling.tasks import make_task
-from roll_flash.start_checks import NO_ROLES_IN_GIGPO
 from roll_flash.stream import finished_episode
+from roll_flash.system.start_checks import NO_ROLES_IN_GIGPO
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Trajectory
 
 ROLES = ("buyer", "seller")

@@ -11,7 +11,7 @@ from roll_flash.inference.open import open_engine
 from roll_flash.inference.servers.metrics import kv_cache_tokens, logged_figures
 from roll_flash.models.prepare import resolve_model
 from roll_flash.models.tiny import vocabulary
-from roll_flash.system import worker_settings
+from roll_flash.system.system import worker_settings
 
 METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge

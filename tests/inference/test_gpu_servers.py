@@ -14,7 +14,6 @@ import pytest
 import yaml
 from fake_nvml import FakeGpu, FakeNvml, in_slices
 
-from roll_flash import system
 from roll_flash.config.tree import InferenceConfig, load_config
 from roll_flash.engines.places import Places
 from roll_flash.errors import ConfigError, InferenceError
@@ -26,6 +25,7 @@ from roll_flash.inference.servers.remote import check_slices
 from roll_flash.inference.vllm import server as vllm_server
 from roll_flash.inference.vllm.arguments import command_line
 from roll_flash.inference.vllm.server import vllm_device
+from roll_flash.system import system
 
 GIB = 2**30
 TREE: dict[str, Any] = {"model": {"path": "tiny"}, "envs": [{"id": "A-v0"}]}

@@ -15,10 +15,10 @@ import pytest
 
 from roll_flash.engines.inference import ClientSpec
 from roll_flash.errors import ConfigError, PlacementError, RunError
-from roll_flash.rollout import elastic
-from roll_flash.rollout.elastic import ElasticParts
 from roll_flash.run import scale_request
 from roll_flash.run.scale_request import ANSWER, REQUEST, ask_to_scale
+from roll_flash.system import elastic
+from roll_flash.system.elastic import ElasticParts
 
 from .test_dropped_servers import IN_MEMORY, Room, play
 from .test_supervision import StandIn

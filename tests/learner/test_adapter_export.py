@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from roll_flash.errors import CheckpointError, ConfigError, ModelError
-from roll_flash.learner.ranks.adapter_export import export_adapter
+from roll_flash.learner.ranks.checkpoint import export_adapter
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.models.prepare import resolve_model
 from roll_flash.models.shape import read_shape

@@ -16,8 +16,7 @@ from benchmarks.model_check.check import one_thread
 from benchmarks.model_check.comparison import branching_texts
 from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.errors import ModelError
-from roll_flash.learner.losses.load_balancing import load_balancing_loss
-from roll_flash.learner.losses.objective import Objective
+from roll_flash.learner.losses.objective import Objective, load_balancing_loss
 from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
 from roll_flash.learner.packing.rows import TrainSequence, pack
 

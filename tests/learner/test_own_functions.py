@@ -16,7 +16,7 @@ from roll_flash.config.tree import load_config
 from roll_flash.dashboard.fates import _rules
 from roll_flash.errors import ConfigError, LearnerError
 from roll_flash.learner.losses.policy import LOSSES, PolicyTokens, TokenLoss, policy_loss
-from roll_flash.start_checks import _check_own_functions
+from roll_flash.system.start_checks import _check_own_functions
 from roll_flash.testing import check_advantage, check_loss
 from tests.docs.pages import blocks_of
 from tests.learner.in_process import assert_equal_weights

@@ -17,9 +17,9 @@ from roll_flash.engines.learner import StepResult
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.monitor.episodes import episode_record, trajectory_of
 from roll_flash.monitor.json_lines import encode
-from roll_flash.resume import _repeat
 from roll_flash.rollout.recovery import RecordedStep, encode_teacher
 from roll_flash.stream.episodes import finished_episode
+from roll_flash.system.resume import _repeat
 from roll_flash.types import FinishedEpisode, FinishedGroup, Group
 from tests.learner.in_process import assert_equal_weights, in_process, weights_of
 from tests.learner.samples import make_group

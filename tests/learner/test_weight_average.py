@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from roll_flash.learner.ranks.fsdp import FsdpLearner
-from roll_flash.learner.ranks.weight_average import WeightAverage
+from roll_flash.learner.ranks.optimizer import WeightAverage
 from roll_flash.types import Group
 from tests.learner.in_process import assert_equal_weights, assert_same_weights, in_process, weights_of
 from tests.learner.plain_loop import token_logprobs, with_advantages

@@ -80,13 +80,13 @@ class World:
         while self.scheduler.room() and self.scheduler.admit_requeued() is not None:
             pass
         self.seeds += admit_all(self.scheduler, self.seeds)
-        for episode in self.scheduler.next_episodes(self.slots - self.scheduler.running):
+        for episode in self.scheduler.next_episodes(self.slots - len(self.scheduler.running)):
             assert episode.episode_id not in self.running
             self.outcomes["started"] += 1
             self.running[episode.episode_id] = (episode, [self.scheduler.server_version])
-        assert len(self.running) == self.scheduler.running <= self.slots
+        assert len(self.running) == len(self.scheduler.running) <= self.slots
         unit = 1 if self.replicate else self.replicas
-        idle = self.slots - self.scheduler.running
+        idle = self.slots - len(self.scheduler.running)
         assert idle < unit or self.scheduler.startable == 0, "a slot is idle while work is queued"
 
     def play_one(self) -> None:

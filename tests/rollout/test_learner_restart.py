@@ -20,7 +20,7 @@ import pytest
 from numpy.typing import NDArray
 from test_recovery import Fleet, config_of
 
-from roll_flash import learner_restart, trainer
+from roll_flash import trainer
 from roll_flash.config.tree import Config
 from roll_flash.engines.inference import ServerUpdate, StagedWeights
 from roll_flash.engines.learner import StepResult
@@ -35,6 +35,7 @@ from roll_flash.run.journal import Journal, read_journal
 from roll_flash.run.run_dir import RunDir, list_checkpoints
 from roll_flash.run.verify import verify_run
 from roll_flash.stream import TrajectoryStream
+from roll_flash.system import learner_restart
 from roll_flash.trainer import Trainer
 from roll_flash.types import FinishedGroup
 from roll_flash.weight_sync.parity import Probe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roll_flash.rollout.live_figures import servers_of
+from roll_flash.system.live_figures import servers_of
 
 
 def test_figures_are_sorted_by_server() -> None:

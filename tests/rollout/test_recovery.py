@@ -30,7 +30,6 @@ from roll_flash.monitor.episode_files import steps
 from roll_flash.monitor.episodes import EpisodesWriter, episode_record, read_episodes, trajectory_of
 from roll_flash.monitor.json_lines import encode, with_checksum
 from roll_flash.monitor.metrics import STEP_S
-from roll_flash.resume import Resumed, read_state, resume
 from roll_flash.rollout import episode_log
 from roll_flash.rollout.episode_log import EpisodeLog
 from roll_flash.rollout.fleet import Ended
@@ -53,6 +52,7 @@ from roll_flash.run.run_dir import Checkpoint, RunDir
 from roll_flash.run.verify import verify_run
 from roll_flash.scheduling.group_queues import group_id_of
 from roll_flash.stream import LearnerLoader, TrajectoryStream, finished_episode
+from roll_flash.system.resume import Resumed, read_state, resume
 from roll_flash.types import EpisodeSpec, FinishedGroup, Task, Trajectory
 
 STEPS = 8
@@ -174,8 +174,8 @@ async def play(
                 batches = []
                 async with aclosing(loader.stream_step(run.groups_for_step())) as micro_batches:
                     async for micro_batch in micro_batches:
-                        batches.append(micro_batch.groups)
-                        await learner.accumulate(micro_batch.groups)
+                        batches.append(micro_batch)
+                        await learner.accumulate(micro_batch)
                 result = await learner.finish_step()
                 await run.version_advanced(result.version, batches, result.metrics)
                 if result.version in checkpoints:

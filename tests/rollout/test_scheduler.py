@@ -71,7 +71,7 @@ def test_requeue_brings_the_task_of_a_stale_group_back() -> None:
     scheduler.finished(trajectory(fast_b, [0]))
     scheduler.take_ready()
     scheduler.version_advanced(1)
-    assert scheduler.requeued_tasks == [(slow_a.task, 1)]
+    assert list(scheduler.requeued) == [(slow_a.task, 1)]
 
 
 def test_wait_keeps_a_place_for_what_would_go_stale() -> None:
@@ -127,13 +127,15 @@ def test_requeue_gives_a_task_up_after_its_limit_and_counts_it() -> None:
 def test_groups_that_all_lose_their_replicas_are_a_problem_with_a_name() -> None:
     scheduler = make_scheduler(groups_per_step=1, async_ratio=0.0, group_size=4, max_failures_in_a_row=5)
     for lost in range(5):
-        assert scheduler.problem is None, f"{lost} groups"
+        assert scheduler.progress.problem is None, f"{lost} groups"
         admit_all(scheduler, lost)
         first, *others = scheduler.next_episodes(10)
         scheduler.finished(trajectory(first, [0]))  # so that episodes never fail in a row for long
         for episode in others:
             scheduler.finished(failure(episode))
-    assert str(scheduler.problem).startswith("the last 5 groups could not be trained (env_error 15); mend what fails")
+    assert str(scheduler.progress.problem).startswith(
+        "the last 5 groups could not be trained (env_error 15); mend what fails"
+    )
 
 
 def test_steps_of_which_no_group_has_signal_are_counted_and_then_a_problem() -> None:
@@ -144,7 +146,7 @@ def test_steps_of_which_no_group_has_signal_are_counted_and_then_a_problem() -> 
         max_steps_without_signal=3,
     )
     for version in range(1, 4):
-        assert scheduler.problem is None
+        assert scheduler.progress.problem is None
         while not scheduler.ready:
             admit_all(scheduler)
             for episode in scheduler.next_episodes(10):
@@ -152,8 +154,10 @@ def test_steps_of_which_no_group_has_signal_are_counted_and_then_a_problem() -> 
         scheduler.take_ready()
         scheduler.version_advanced(version)
         scheduler.published(version)
-        assert scheduler.steps_without_signal == version
-    assert str(scheduler.problem).startswith("no group of the last 3 steps had replicas with different rewards")
+        assert scheduler.progress.steps_without_signal == version
+    assert str(scheduler.progress.problem).startswith(
+        "no group of the last 3 steps had replicas with different rewards"
+    )
     assert scheduler.counts()["unfiltered"] == 3
 
 
@@ -368,7 +372,7 @@ def cpu_s_per_event(running: int) -> float:
     began_s = time.process_time()
     while scheduler.learner_version < 2:
         admit_all(scheduler)
-        started.extend(scheduler.next_episodes(running - scheduler.running))
+        started.extend(scheduler.next_episodes(running - len(scheduler.running)))
         episode = started.popleft()
         scheduler.finished(trajectory(episode, [scheduler.server_version]))
         scheduler.take_ready()

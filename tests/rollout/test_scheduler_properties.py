@@ -46,7 +46,7 @@ def test_every_episode_ends_once_and_the_books_balance(seed: int, **changes: Any
     assert books["produced"] == books["trained"] + dropped + scheduler.waiting_trajectories()
     assert sum(scheduler.failures.values()) == world.outcomes["failed"]
     ended = world.outcomes["ended"] + world.outcomes["failed"] + world.outcomes["cancelled"]
-    assert world.outcomes["started"] == ended + scheduler.running
+    assert world.outcomes["started"] == ended + len(scheduler.running)
     assert scheduler.cancelled_episodes == world.outcomes["cancelled"]
     held = len(scheduler.unfinished_groups())
     assert scheduler.admitted == scheduler.trained_groups + sum(scheduler.dropped_groups.values()) + held

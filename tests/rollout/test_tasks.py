@@ -25,7 +25,7 @@ from roll_flash.scheduling.tasks import (
     TaskSource,
     level_name,
 )
-from roll_flash.start_checks import check_parts
+from roll_flash.system.start_checks import check_parts
 from roll_flash.types import Task
 
 

@@ -76,9 +76,7 @@ async def trained(
         loader = LearnerLoader(stream, micro_batch_tokens=1000, timeout_s=10)
         async with aclosing(loader.stream_step(source())) as micro_batches:
             async for micro_batch in micro_batches:
-                rewards |= {
-                    found.group_id: [member.reward for member in found.trajectories] for found in micro_batch.groups
-                }
+                rewards |= {found.group_id: [member.reward for member in found.trajectories] for found in micro_batch}
         figures = {**stream.counts(), **running.metrics(), "balanced": stream.metrics()["balanced"]}
         return rewards, figures, running.take_timeline()
 

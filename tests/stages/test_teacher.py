@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from roll_flash import start_checks
 from roll_flash.chat.prompt_logprobs import read_prompt_logprobs
 from roll_flash.chat.templates import chat_template_of
 from roll_flash.chat.tokenizer import load_tokenizer
@@ -27,6 +26,7 @@ from roll_flash.stages.running import open_stages, stage_consumers
 from roll_flash.stages.same_tokenizer import check_same_tokenizer
 from roll_flash.stages.teacher import Teacher
 from roll_flash.stream import LearnerLoader, TrajectoryStream, finished_group
+from roll_flash.system import start_checks
 from roll_flash.types import FinishedEpisode, FinishedGroup, Group, Trajectory, Turn
 
 from .teachers import Asked, Say, honest, logprob_of, teaching, with_logprob
@@ -62,7 +62,7 @@ async def trained(
             loader = LearnerLoader(stream, micro_batch_tokens=1000, timeout_s=20)
             async with aclosing(loader.stream_step(source())) as micro_batches:
                 async for micro_batch in micro_batches:
-                    found |= {each.episode_id: each for one in micro_batch.groups for each in one.trajectories}
+                    found |= {each.episode_id: each for one in micro_batch for each in one.trajectories}
             return found, {**stream.counts(), **running.metrics(), "balanced": stream.metrics()["balanced"]}
     finally:
         await teacher.close()

@@ -40,7 +40,7 @@ def _write(run: str, folder: str | None, adapter: bool, stack: ExitStack) -> tup
     from roll_flash.run.run_dir import export_checkpoint, find_model, require_undamaged
 
     if adapter:
-        from roll_flash.learner.ranks.adapter_export import export_adapter
+        from roll_flash.learner.ranks.checkpoint import export_adapter
         from roll_flash.sandboxes.scratch import scratch_folder
 
         return export_adapter(run, folder or str(stack.enter_context(scratch_folder("export")) / "adapter"))

@@ -1,11 +1,11 @@
-"""Computes the objective of a packed row: policy loss, divergence from the reference, entropy bonus.
+"""Computes the objective of a packed row: policy loss, divergence from the reference, entropy bonus, load of experts.
 
 All sums are over the row's policy tokens and not normalised: a step divides once, by the total of its tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal, cast
@@ -20,7 +20,6 @@ from roll_flash.config.sections.learner import LearnerConfig, is_own
 from roll_flash.config.user_code import load_function
 from roll_flash.engines.learner import NamedLoss
 from roll_flash.learner.losses.critic import value_loss
-from roll_flash.learner.losses.load_balancing import load_balancing_loss
 from roll_flash.learner.losses.policy import LossFunction, policy_loss, weighted_sum
 from roll_flash.learner.losses.records import MAX_ABS_LOG_RATIO, RowRecord
 from roll_flash.learner.model import lora
@@ -226,3 +225,37 @@ def kl_penalty(estimator: KlEstimator, *, logprobs: Tensor, ref_logprobs: Tensor
             bounded = difference.clamp(min=-MAX_ABS_LOG_RATIO)
             return torch.expm1(-bounded) + bounded
     raise ValueError(f"unknown estimator {estimator!r}: use k1, k2 or k3")
+
+
+def load_balancing_loss(router_logits: Sequence[Tensor], row: PackedRow, top_k: int) -> Tensor:
+    """Return the sum over the row's sequences of their loss, each weighted like the policy tokens that it has.
+
+    The loss of a sequence is that of transformers (`load_balancing_loss_func`) on its tokens before the last policy
+    token: experts * sum over experts of (share of the choices) * (mean probability), over all tokens and layers. It is
+    `top_k` if all experts are used alike. `router_logits`: [N, experts] for each layer with experts. The choices are
+    those that the router makes now, not replayed ones: it is the router that the loss trains.
+
+    The usual loss (Switch Transformer, arXiv 2101.03961, equations 4-6) multiplies two means over all tokens of a
+    batch, so that its value depends on how tokens are split into batches. For each sequence (as in DeepSeek-V3, arXiv
+    2412.19437, equations 17-20) it is a sum over sequences, the same for any micro-batches and ranks.
+    """
+    device, num_experts = router_logits[0].device, router_logits[0].shape[-1]
+    tokens = torch.tensor(_tokens_of_sequences(row), device=device, dtype=torch.float32)
+    chosen = torch.zeros(row.num_tokens, num_experts, device=device)
+    probabilities = torch.zeros_like(chosen)
+    for logits in router_logits:
+        of_layer = logits.float().softmax(-1)
+        chosen.scatter_add_(1, of_layer.detach().topk(top_k).indices, torch.ones_like(chosen))
+        probabilities = probabilities + of_layer
+    tokens = tokens / (tokens.sum(-1, keepdim=True) * len(router_logits))  # a mean over tokens and layers
+    losses = num_experts * ((tokens @ chosen) * (tokens @ probabilities)).sum(-1)
+    weights = np.bincount(row.sequence_ids, row.token_weights, len(row.members))
+    return (losses * torch.tensor(weights, device=device, dtype=torch.float32)).sum()
+
+
+def _tokens_of_sequences(row: PackedRow) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+    """Return [sequences, N]: true for the nodes of each sequence up to that which predicts its last policy token."""
+    last = np.zeros(len(row.members), np.int64)
+    np.maximum.at(last, row.sequence_ids, row.source)
+    nodes = np.arange(row.num_tokens)
+    return (nodes <= last[:, None]) & (last[:, None] < row.subtree_end)

@@ -1,7 +1,8 @@
 """Writes and reads the training state of a checkpoint, at any world size.
 
 It is files of torch.distributed.checkpoint (trained weights and optimizer, sharded) and random states of ranks, in a
-folder of `checkpoint_folder.py`. Frozen weights are those of `model.path`; the manifest has a digest of them.
+folder of `run/checkpoints/folder.py`. Frozen weights are those of `model.path`; the manifest has a digest of them.
+The LoRA adapter of a checkpoint can be exported alone, as a folder of PEFT.
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from roll_flash.errors import CheckpointError
-from roll_flash.learner.ranks.weight_average import WeightAverage, local_part
+from roll_flash.config.tree import load_config
+from roll_flash.errors import CheckpointError, ConfigError, first_line
+from roll_flash.learner.ranks.optimizer import WeightAverage, local_part
+from roll_flash.models.adapter import write_adapter
+from roll_flash.run.checkpoints.folder import new_folder
+from roll_flash.run.run_dir import Checkpoint, find_checkpoint, require_new, require_undamaged
 
 _AVERAGE, _MODEL = "average", "model."
 
@@ -183,3 +188,46 @@ class SafePlanner(DefaultLoadPlanner):
         torch.save(torch.load(value, weights_only=True), anew)
         anew.seek(0)
         super().load_bytes(read_item, anew)
+
+
+_PREFIX, _A, _B = "model.model.", ".lora_a", ".lora_b"
+"""Names in a checkpoint: the state of the learner's module, whose `model` is that of transformers."""
+
+
+def export_adapter(reference: str, target: str) -> tuple[Checkpoint, Path]:
+    """Write the adapter of `RUN[@step]` to the new folder `target`, in float32 as it was trained.
+
+    Raises ConfigError for an unknown run, a run without adapters or a folder that is not empty, CheckpointError for a
+    checkpoint that cannot be read.
+    """
+    checkpoint, folder = find_checkpoint(reference), require_new(target)
+    config = load_config(checkpoint.folder.parent.parent / "config.yaml")
+    if not config.learner.lora.rank:
+        raise ConfigError(
+            f"{reference}: the run trained all weights (learner.lora.rank=0); export it without --adapter"
+        )
+    require_undamaged(checkpoint.state)
+    factors = _factors(checkpoint.state)
+    base = Path(config.model.path).expanduser()
+    name = str(base.resolve()) if base.exists() else config.model.path
+    with new_folder(folder, replaces=True) as partial:
+        write_adapter(partial, factors, alpha=config.learner.lora.alpha, base=name, revision=config.model.revision)
+    return checkpoint, folder
+
+
+def _factors(state: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return A [rank, in] and B [out, rank] by the name of their layer; nothing else of the checkpoint is read."""
+    try:
+        stored = SafeReader(state).read_metadata().state_dict_metadata
+        tensors = {
+            name: torch.empty(about.size, dtype=about.properties.dtype)
+            for name, about in stored.items()
+            if isinstance(about, TensorStorageMetadata) and name.startswith(_PREFIX) and name.endswith((_A, _B))
+        }
+        dcp.load(tensors, storage_reader=SafeReader(state), planner=SafePlanner(), no_dist=True)
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{state}: cannot be read: {first_line(error)}; use another step") from None
+    layers = sorted(name.removesuffix(_A) for name in tensors if name.endswith(_A))
+    if not layers:
+        raise CheckpointError(f"{state}: holds no adapter; use another step")
+    return {layer.removeprefix(_PREFIX): (tensors[layer + _A], tensors[layer + _B]) for layer in layers}

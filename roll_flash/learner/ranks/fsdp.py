@@ -53,13 +53,13 @@ from roll_flash.learner.packing.sequences import (
     split_minibatches,
     text_sequence,
 )
-from roll_flash.learner.ranks.checkpoint_folder import MANIFEST, read_manifest, write_in_background
 from roll_flash.learner.ranks.node_folders import NodeFolders
 from roll_flash.learner.ranks.rank_actor import Forms, RankActor, UpdateRecord, rank_actor, rank_environment
 from roll_flash.learner.ranks.step_totals import StepTotals
 from roll_flash.learner.weights.channel import NcclChannel
 from roll_flash.processes.background import start_background
 from roll_flash.processes.deadlines import Idleness, LearnedDeadline
+from roll_flash.run.checkpoints.folder import MANIFEST, read_manifest, write_in_background
 from roll_flash.stream import finished_group
 from roll_flash.types import FinishedGroup, Group, Trajectory
 

@@ -55,7 +55,7 @@ from roll_flash.learner.packing.sequences import PlannedTrajectory
 from roll_flash.learner.ranks import checkpoint
 from roll_flash.learner.ranks.device import CPU, rank_device, reserved_gpus
 from roll_flash.learner.ranks.gradient_sync import GradientSync
-from roll_flash.learner.ranks.optimizer import open_optimizer, trained_parts
+from roll_flash.learner.ranks.optimizer import WeightAverage, local_part, open_optimizer, trained_parts
 from roll_flash.learner.ranks.rank_actor import Forms, UpdateRecord
 from roll_flash.learner.ranks.rendezvous import interface_of, is_on_one_machine, join_rendezvous, open_rendezvous
 from roll_flash.learner.ranks.row_memory import (
@@ -64,7 +64,6 @@ from roll_flash.learner.ranks.row_memory import (
     explained_states,
     longest_row,
 )
-from roll_flash.learner.ranks.weight_average import WeightAverage, local_part
 from roll_flash.learner.weights.device import DeviceWeightStage
 from roll_flash.learner.weights.staged import WeightStage, check_can_be_staged, whole_tensors
 from roll_flash.stream.blocks import fetch_tokens

@@ -24,7 +24,6 @@ from roll_flash.planner.simulation.services import SimulatedSandboxes, Simulated
 from roll_flash.planner.simulation.settings import SimulationSettings
 from roll_flash.scheduling.async_ratio import AsyncRatioController, StepMeasurement, controller_of
 from roll_flash.scheduling.scheduler import Scheduler
-from roll_flash.scheduling.selection_bias import SelectionBias
 from roll_flash.types import EpisodeFailure, EpisodeSpec, FinishedEpisode, FinishedGroup, SamplingParams, Task
 
 
@@ -56,7 +55,7 @@ class Simulation:
             max_turns=1,
             sampling=SamplingParams(),
             retries=settings.retries,
-            bias=SelectionBias(longest_s=settings.longest_episode_s),
+            longest_episode_s=settings.longest_episode_s,
         )
         self._clock = Clock()
         self._servers = Servers(
@@ -106,11 +105,11 @@ class Simulation:
 
     def run(self, steps: int) -> SimulationResult:
         """Simulate until `steps` steps are trained. Raises RunError if no event is left before that, or if the
-        scheduler reports a `problem`, as in a real run."""
+        scheduler reports a problem, as in a real run."""
         self._react()
         while self._scheduler.learner_version < steps:
-            if self._scheduler.problem is not None:
-                raise RunError(self._scheduler.problem)
+            if (problem := self._scheduler.progress.problem) is not None:
+                raise RunError(problem)
             if not self._clock:
                 raise RunError(f"the simulation stands still in step {self._scheduler.learner_version}: no event left")
             handle, argument = self._clock.next()
@@ -129,7 +128,7 @@ class Simulation:
             self._settle(dropped.group_id)
         for _ in range(self._scheduler.room()):
             self._admit()
-        starting = self._scheduler.next_episodes(self._settings.slots - self._scheduler.running)
+        starting = self._scheduler.next_episodes(self._settings.slots - len(self._scheduler.running))
         for spec in starting:
             self._start(spec)
         self._note_emptiness()

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -54,35 +54,8 @@ class ContextFullError(RollFlashError):
     """The conversation leaves no room for another token."""
 
 
-class Policy(Protocol):
-    @property
-    def tools_shown(self) -> ToolsShown | None:
-        """The way the tools were shown to the model, known after `begin`; None without tools."""
-        ...
-
-    def begin(self, messages: Sequence[Message], tools: Tools = None) -> None:
-        """Start the conversation. `tools`: tools of the environment, in OpenAI's format."""
-        ...
-
-    async def act(self, timeout_s: float) -> Action:
-        """Return the model's next answer. Raises TimeoutError, InferenceError, or ContextFullError."""
-        ...
-
-    def repeat(self, turn: PrefixTurn) -> Action:
-        """Take a recorded turn as the next answer, as context: the model is not asked."""
-        ...
-
-    def observe(self, messages: Sequence[Message]) -> None: ...
-
-    def messages(self) -> tuple[Message, ...]: ...
-
-    def samples(self) -> list[Branch]:
-        """Return the samples of the episode, at least one, without turns and messages."""
-        ...
-
-
 class TokenPolicy:
-    """Sends and receives token ids."""
+    """Sends and receives token ids. `ChatPolicy` has the same methods."""
 
     def __init__(
         self,
@@ -109,15 +82,18 @@ class TokenPolicy:
         self._turn = 0
 
     def begin(self, messages: Sequence[Message], tools: Tools = None) -> None:
+        """Start the conversation. `tools`: tools of the environment, in OpenAI's format."""
         self._tools = ToolChat(tools, chat_template_of(self._tokenizer) if tools else None)
         opening = self._tools.opening(messages)
         self._conversation = open_conversation(self._thinking, self._tokenizer, opening, self._tools.native)
 
     @property
     def tools_shown(self) -> ToolsShown | None:
+        """The way the tools were shown to the model, known after `begin`; None without tools."""
         return self._tools.shown
 
     async def act(self, timeout_s: float) -> Action:
+        """Return the model's next answer. Raises TimeoutError, InferenceError, or ContextFullError."""
         start = len(self._conversation.token_ids)
         room = self._max_length - start
         if room < 1:
@@ -143,6 +119,7 @@ class TokenPolicy:
         return Action(text, *span, generation.finish_reason, generation.elapsed_s, *usage, generation.server)
 
     def repeat(self, turn: PrefixTurn) -> Action:
+        """Take a recorded turn as the next answer, as context: the model is not asked."""
         prompt = self._conversation.token_ids
         start = len(prompt)
         is_same = bool(turn.token_ids) and turn.prompt == checksum_of_prompt(prompt)
@@ -158,6 +135,7 @@ class TokenPolicy:
         return tuple(self._conversation.messages)
 
     def samples(self) -> list[Branch]:
+        """Return the samples of the episode, at least one, without turns and messages."""
         return [_up_to_last_word(arrays) for arrays in self._conversation.samples()]
 
 
@@ -261,6 +239,9 @@ class ChatPolicy:
     def samples(self) -> list[Branch]:
         versions = np.empty(0, np.int32)
         return [Branch(np.empty(0, np.int32), np.empty(0, np.bool_), np.empty(0, np.float32), versions, (), (), 0)]
+
+
+Policy = TokenPolicy | ChatPolicy
 
 
 def _sendable(message: Message) -> Message:

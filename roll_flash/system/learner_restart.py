@@ -17,9 +17,9 @@ from typing import TypeVar
 from roll_flash.errors import LearnerError, LearnerLostError
 from roll_flash.monitor.step_record import StepRecord
 from roll_flash.processes.deadlines import HungError
-from roll_flash.resume import restore_learner
 from roll_flash.run.run_dir import Checkpoint
-from roll_flash.system import System
+from roll_flash.system.resume import restore_learner
+from roll_flash.system.system import System
 from roll_flash.watchdog.activity import doing
 
 MAX_WITHOUT_STEP = 3

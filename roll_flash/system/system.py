@@ -44,11 +44,8 @@ from roll_flash.processes.background import (
 from roll_flash.processes.ray.local_ray import local_ray, own_gpus, unused_gpus
 from roll_flash.processes.ray.watch import ANSWER_TIMEOUT_S, watching_ray
 from roll_flash.processes.supervise import sweep_semaphores
-from roll_flash.resume import Resumed, read_state, resume
-from roll_flash.rollout.elastic import ElasticParts
 from roll_flash.rollout.episodes.episode import Deadlines
 from roll_flash.rollout.fleet import WorkerFleet
-from roll_flash.rollout.live_figures import LiveFigures
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.turn_file import TurnFile, read_turns
 from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
@@ -63,8 +60,11 @@ from roll_flash.sandboxes import SandboxSpec
 from roll_flash.sandboxes.scratch import sweep_folders
 from roll_flash.stages.running import RunningStages, open_stages, recorded_scores, stage_consumers
 from roll_flash.stages.teacher import Teacher
-from roll_flash.start_checks import Checked
 from roll_flash.stream import TrajectoryStream
+from roll_flash.system.elastic import ElasticParts
+from roll_flash.system.live_figures import LiveFigures
+from roll_flash.system.resume import Resumed, read_state, resume
+from roll_flash.system.start_checks import Checked
 from roll_flash.terminal import say
 from roll_flash.watchdog.activity import Activities, doing
 from roll_flash.watchdog.stacks_elsewhere import stacks_elsewhere
@@ -148,7 +148,7 @@ class System:
         return {
             "versions": {"learner": scheduler.learner_version, "servers": scheduler.server_version},
             "scheduler": {
-                "running": scheduler.running,
+                "running": len(scheduler.running),
                 "queued": scheduler.queued,
                 "ready": scheduler.ready,
                 "groups_wanted": scheduler.groups_wanted(),
