@@ -125,4 +125,4 @@ class Idleness:
 
     def _core_seconds(self) -> float:
         times = [process.cpu_times() for process in self._processes]
-        return sum(each.user + each.system for each in times)
+        return sum(float(each.user + each.system) for each in times)

@@ -166,6 +166,7 @@ class Rollout:
         if steps := self.scheduler.progress.steps_without_signal:
             in_a_row = f" ({steps} steps in a row)" if steps > 1 else ""
             self._notices.append(f"nothing was learned: no group had replicas with different rewards{in_a_row}")
+        self._end_dropped()  # before the fleet forgets their turns
         await self._fleet.cancel(self.scheduler.take_cancelled())
         self._changed.set()
 
@@ -330,9 +331,9 @@ class Rollout:
             while True:
                 self._changed.clear()
                 self.scheduler.now_s = time.monotonic()
+                self._end_dropped()  # before a dropped task is admitted again: the journal has it in this order
                 if cancelled := self.scheduler.take_cancelled():
                     await self._fleet.cancel(cancelled)
-                self._end_dropped()  # before a dropped task is admitted again: the journal has it in this order
                 self._admit()
                 free = self._max_concurrent - len(self.scheduler.running)
                 if episodes := self.scheduler.next_episodes(free):
@@ -374,7 +375,9 @@ class Rollout:
 
     def _end_dropped(self) -> None:
         for group in self.scheduler.take_dropped():
-            record = {**asdict(group), "task": group.task.task_id}
+            turns = [len(self._fleet.turns.of(name)) for name in group.stopped_s]
+            record = asdict(group) | {"task": group.task.task_id, "stopped_turns": turns}
+            record["stopped_s"] = list(group.stopped_s.values())
             self._files.write_dropped(self.scheduler.learner_version, record)
             self._stream.drop_group(group.group_id, group.reason)
             self._note({"event": "dropped", "group": group.group_id, "reason": group.reason})

@@ -180,5 +180,5 @@ class DroppedGroup:
     reason: DropReason
     tokens_lost: int
     """Number of policy tokens in the trajectories dropped with the group."""
-    stopped_s: tuple[float, ...] = ()
+    stopped_s: dict[str, float]
     """How long each of its running episodes had lasted when it was stopped with the group, in seconds."""

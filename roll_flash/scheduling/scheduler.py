@@ -504,7 +504,7 @@ class Scheduler:
             self._num_requeued += 1
             self.requeued.append((group.task, group.requeues + 1))
 
-    def _leave(self, group: OpenGroup) -> tuple[float, ...]:
+    def _leave(self, group: OpenGroup) -> dict[str, float]:
         """Remove a group that is taken or dropped, and stop its queued and running episodes. Return how long the
         running ones had lasted."""
         del self._groups[group.group_id]
@@ -519,12 +519,12 @@ class Scheduler:
         self.queued -= len(group.queued)
         group.queued.clear()
 
-    def _stop(self, group: OpenGroup) -> tuple[float, ...]:
-        lasted_s = tuple(self.now_s - group.started_s.pop(episode_id) for episode_id in group.running)
+    def _stop(self, group: OpenGroup) -> dict[str, float]:
+        lasted_s = {name: self.now_s - group.started_s.pop(name) for name in group.running}
         for episode_id in group.running:
             del self.running[episode_id]
             self._cancelled.append(episode_id)
         self.cancelled_episodes += len(lasted_s)
-        group.unfinished_s += lasted_s
+        group.unfinished_s += lasted_s.values()
         group.running.clear()
         return lasted_s

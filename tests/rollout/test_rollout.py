@@ -16,7 +16,7 @@ from roll_flash.errors import RunError
 from roll_flash.rollout import episode_log
 from roll_flash.rollout.fleet import Ended
 from roll_flash.rollout.rollout import Rollout
-from roll_flash.rollout.turns import TurnBook
+from roll_flash.rollout.turns import SentTurn, TurnBook
 from roll_flash.rollout.worker import Outcome
 from roll_flash.scheduling.tasks import CurriculumTasks, MixedTasks, SeedTasks
 from roll_flash.stream import TrajectoryStream
@@ -214,6 +214,29 @@ def test_requeue_plays_no_task_more_often_than_its_limit_and_the_books_say_so() 
     assert len(made) == 8
     assert sum(spec.task.seed == first and spec.replica == 0 for spec in fleet.played) == 3
     assert rollout.books()["groups_given_up"] >= 1
+
+
+def test_a_stopped_episode_is_logged_with_its_time_and_its_finished_turns() -> None:
+    """Replica 1 of task 0 never ends. It has finished two turns, which the fleet forgets when it is cancelled."""
+    first = tasks_of().next().seed
+
+    class Forgetful(ThisProcess):
+        async def cancel(self, episode_ids: Iterable[str]) -> None:
+            for name in episode_ids:
+                self.turns.forget(name)
+
+    def play(spec: EpisodeSpec, version: int) -> Ended | None:
+        if spec.task.seed != first or spec.replica == 0:
+            return trajectory(spec, [version], spec.replica)
+        for index in range(2):
+            fleet.turns.add(SentTurn(spec.episode_id, index, b""))
+        return None
+
+    fleet, log = Forgetful(play), Log()
+    train(fleet, tasks_of(), steps=3, log=log, extra_groups=1)
+    (group,) = (group for group in log.dropped if group["group_id"] == "g00000000")
+    assert (group["reason"], group["stopped_turns"]) == ("stale", [2])
+    assert 0 < group["stopped_s"][0] < 60
 
 
 class EndedFiles(Log):
