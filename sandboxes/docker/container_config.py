@@ -15,6 +15,9 @@ MAX_SIGNALS_AND_TIMERS = 4096
 """Limit per sandbox, far below that of other users: a sandbox with a user id of the machine must not exhaust theirs."""
 CORE_LIMIT = 1
 """Core limit in bytes. With 0 the kernel would still pipe a crashed process's memory to the host (core_pattern)."""
+TCP_RECEIVE_BYTES = "4096 131072 131072"
+"""Least, first and most bytes that a TCP socket may receive before they are read. The kernel's default allows it to
+collect 32 MB of errors and time stamps, which no memory limit counts."""
 INODES_PER_MB = 256
 """Files per MiB, as on a usual disk: each takes about 1 KiB of the sandbox's memory."""
 ROOT_LAYER = "/.roll-flash-root"
@@ -76,6 +79,7 @@ def container_config(
             "Dns": ["127.0.0.1"] if network_container is None else None,
             **_rights(spec),
             **_limits(spec),
+            "Sysctls": {"net.ipv4.tcp_rmem": TCP_RECEIVE_BYTES} if network_container is None else {},
             "ReadonlyRootfs": True,
             "Tmpfs": _writable_places(spec, f"uid={number},gid={group}", volumes),
             "Mounts": _mounts(agent_volume, passwd),
