@@ -79,7 +79,7 @@ static int prepare(void) {
 }
 
 enum { LOOK_EVERY_US = 1000000 };
-static int64_t look_us; /* when locks and sockets are counted; 0 while there are no processes */
+static int64_t look_us; /* when members_limit_kernel_memory is due; 0 while there are no processes */
 
 /* Counting takes 10 ms, in which the kernel waits for all processors: short commands never wait for it. */
 static void look_at_kernel_memory(void) {

@@ -26,7 +26,7 @@
 #define UP_TO_THREADS " %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %ld"
 #define AFTER_NAME " %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu"
 
-enum { STILL_US = 300000, MOST_UNLOCKS = 200, MOST_LOCKS = 10000, MOST_SOCKETS = 2000 };
+enum { STILL_US = 300000, MOST_UNLOCKS = 200, MOST_LOCKS = 10000, MOST_SOCKETS = 2000, MOST_TERMINALS = 256 };
 
 struct pids {
     pid_t *at;
@@ -312,9 +312,19 @@ static bool has_too_many_sockets(void) {
     return count > MOST_SOCKETS;
 }
 
-/* Kills everything but this process if it holds more locks on files or sockets than any program needs. They are memory
- * of the kernel that no limit counts: a processor makes 100 MB of locks in a second, and each socket keeps 0.2 MB of
- * errors and time stamps that nobody fetches. */
+/* Terminals are also counted over the machine. Only root inside, who owns the folder, can hide them. */
+static bool has_too_many_terminals(void) {
+    int count = 0;
+    DIR *terminals = opendir("/dev/pts");
+    if (!terminals) return errno == EACCES;
+    while (count <= MOST_TERMINALS && readdir(terminals)) count++;
+    closedir(terminals);
+    return count > MOST_TERMINALS;
+}
+
+/* Kills everything but this process if it holds more locks on files, sockets or terminals than any program needs. They
+ * are memory of the kernel that no limit counts: a processor makes 100 MB of locks in a second, each socket keeps 0.2 MB
+ * of errors and time stamps that nobody fetches, and each terminal 50 KB. */
 void members_limit_kernel_memory(void) {
-    if (has_too_many_locks() || has_too_many_sockets()) kill(-1, SIGKILL);
+    if (has_too_many_locks() || has_too_many_sockets() || has_too_many_terminals()) kill(-1, SIGKILL);
 }

@@ -241,6 +241,13 @@ static long set_access_list(long by) {
     return syscall(463, AT_FDCWD, path, 0, name, &argument, sizeof argument);  // setxattrat (Linux 6.13)
 }
 
+static long take_terminals(long most) {
+    for (long taken = 0; taken < most; taken++)
+        if (posix_openpt(O_RDWR | O_NOCTTY) < 0) return taken;
+    sleep(4);
+    return 0;
+}
+
 static long take_sockets(long most) {  // in processes of 500
     for (long taken = 0; taken < most; taken += 500) {
         if (fork()) continue;
@@ -355,6 +362,7 @@ int main(int count, char **words) {
     if (!strcmp(what, "queue")) return told(syscall(SYS_mq_open, "left", O_RDWR | (number ? O_CREAT : 0), 0600, NULL));
     if (!strcmp(what, "locks")) return told(take_locks(number));
     if (!strcmp(what, "access-list")) return told(set_access_list(number));
+    if (!strcmp(what, "terminals")) return told(take_terminals(number));
     if (!strcmp(what, "sockets")) return told(take_sockets(number));
     if (!strcmp(what, "lock-open-file")) return told(lock_open_file());
     if (!strcmp(what, "clone-files")) return told(syscall(SYS_clone, CLONE_FILES | SIGCHLD, 0, 0, 0, 0));

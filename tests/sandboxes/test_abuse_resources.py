@@ -268,20 +268,29 @@ def test_no_file_gets_an_access_list(provider: str, call: str) -> None:
     assert (copied.exit_code, copied.stdout, copied.stderr) == (0, b"x\n", b"")
 
 
-def test_sockets_without_end_are_ended_with_what_holds_them(provider: str) -> None:
-    """Each may keep 0.2 MB of errors and time stamps, which no limit counts."""
+@pytest.mark.parametrize(("kind", "few", "many"), [("sockets", 1500, 3000), ("terminals", 200, 500)])
+def test_what_the_kernel_does_not_count_is_ended_with_what_holds_it(
+    provider: str, kind: str, few: int, many: int
+) -> None:
+    """Each socket may keep 0.2 MB of errors and time stamps; terminals are also counted over the machine."""
 
     async def take(sandbox: Sandbox) -> tuple[ExecResult, ExecResult, ExecResult]:
         await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
-        some = await sandbox.exec(["/tmp/attack", "sockets", "1500"], timeout=20)
+        some = await sandbox.exec(["/tmp/attack", kind, str(few)], timeout=20)
         await sandbox.kill_all()
-        endless = await sandbox.exec(["/tmp/attack", "sockets", "3000"], timeout=20)
+        endless = await sandbox.exec(["/tmp/attack", kind, str(many)], timeout=20)
         return some, endless, await sandbox.exec("echo goes on")
 
     some, endless, after = within(provider, take)
     assert (some.exit_code, some.stdout) == (0, b"0\n"), some
     assert endless.signal == 9, endless
     assert after.stdout == b"goes on\n"
+
+
+@pytest.mark.docker
+def test_root_inside_cannot_hide_terminals(docker: str) -> None:
+    hidden = shell(docker, "chmod 0 /dev/pts && sleep 10", SandboxSpec(user="0:0"), timeout=20.0)
+    assert hidden.signal == 9, hidden
 
 
 RECEIVES = """
