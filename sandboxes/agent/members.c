@@ -303,20 +303,24 @@ static bool has_too_many_locks(void) {
     return count > MOST_LOCKS;
 }
 
+/* Only root inside can hide what its own namespaces have. */
+static bool is_hidden(void) { return errno == EACCES && geteuid() == 0; }
+
 /* Counts connections that nobody accepts, too, and the sockets of neighbours in one network. */
 static bool has_too_many_sockets(void) {
     int count = 0;
     FILE *sockets = open_table("net/sockstat");
-    if (sockets && fscanf(sockets, "sockets: used %d", &count) != 1) count = 0;
-    if (sockets) fclose(sockets);
+    if (!sockets) return is_hidden();
+    if (fscanf(sockets, "sockets: used %d", &count) != 1) count = 0;
+    fclose(sockets);
     return count > MOST_SOCKETS;
 }
 
-/* Terminals are also counted over the machine. Only root inside, who owns the folder, can hide them. */
+/* Terminals are also counted over the machine. */
 static bool has_too_many_terminals(void) {
     int count = 0;
     DIR *terminals = opendir("/dev/pts");
-    if (!terminals) return errno == EACCES;
+    if (!terminals) return is_hidden();
     while (count <= MOST_TERMINALS && readdir(terminals)) count++;
     closedir(terminals);
     return count > MOST_TERMINALS;

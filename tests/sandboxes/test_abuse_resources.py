@@ -288,8 +288,9 @@ def test_what_the_kernel_does_not_count_is_ended_with_what_holds_it(
 
 
 @pytest.mark.docker
-def test_root_inside_cannot_hide_terminals(docker: str) -> None:
-    hidden = shell(docker, "chmod 0 /dev/pts && sleep 10", SandboxSpec(user="0:0"), timeout=20.0)
+@pytest.mark.parametrize("path", ["/dev/pts", "/proc/net/sockstat"])
+def test_root_inside_cannot_hide_what_is_counted(docker: str, path: str) -> None:
+    hidden = shell(docker, f"chmod 0 {path} && sleep 10", SandboxSpec(user="0:0"), timeout=20.0)
     assert hidden.signal == 9, hidden
 
 
