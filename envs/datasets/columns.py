@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from roll_flash.chat.templates import Tools
@@ -26,7 +27,8 @@ NEVER_IN_ROWS = ("mcp_servers", "mcp_allow")
 KWARGS = (*PER_ROW, *NEVER_IN_ROWS)
 """Keyword arguments of Dataset-v0 that an entry of `envs` can set; the others come from rows."""
 ROW_KWARGS = (*PER_ROW, "reward")
-"""What a row of Dataset-v0 can set for itself; `reward`: names of rewards of the entry."""
+"""What a row of Dataset-v0 can set for itself; `tools` and `reward`: some of the entry's. Otherwise a data set from
+elsewhere could name any function, which would run in a worker with what a model writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,14 @@ def environment_of(env: EnvConfig, row: Mapping[str, Any], place: object) -> str
         return env.id
     if not isinstance(chosen, str):
         raise ConfigError(f"{place}: {column!r} is {_shown(chosen)}, not the id of an environment")
+    source, of_module, name = chosen.rpartition(":")
+    if of_module:
+        own, _, _ = env.id.rpartition(":")
+        if Path(source).name != Path(own).name:
+            raise ConfigError(
+                f"{place}: {column!r} is {_shown(chosen)}: a row names no code but that of the entry's id"
+            )
+        return f"{own}:{name}"
     if chosen == DATASET_ENV != env.id:
         raise ConfigError(f"{place}: rows of {DATASET_ENV} need a reward; make it the id of the entry of envs")
     return chosen
@@ -163,12 +173,22 @@ def rewards_of(env: EnvConfig, row: Mapping[str, Any], place: object) -> Sequenc
     named = _own_kwargs(env, row, place).get("reward")
     if named is None:
         return env.reward
-    wanted = [named] if isinstance(named, str) else named
     known = {reward.label: reward for reward in env.reward}
-    unknown = [name for name in wanted if name not in known] if isinstance(wanted, list) and wanted else [named]
-    if unknown:
-        raise ConfigError(f"{place}: reward {_shown(unknown[0])} is none of the entry's: {', '.join(known)}")
-    return [known[name] for name in wanted]
+    if named == []:
+        raise ConfigError(f"{place}: reward [] is none of the entry's: {', '.join(known)}")
+    return [known[name] for name in _chosen("reward", named, known, place)]
+
+
+def _chosen(what: str, named: Any, known: Collection[str], place: object) -> list[str]:
+    """Return the names that a row chooses of the entry's; a file before a name does not matter. Raises ConfigError."""
+    given = named if isinstance(named, list) else [named]
+    names = [str(name).rpartition(":")[2] for name in given]
+    for name, as_given in zip(names, given, strict=True):
+        if name not in known:
+            raise ConfigError(
+                f"{place}: {what} {_shown(as_given)} is none of the entry's: {', '.join(known) or 'none'}"
+            )
+    return names
 
 
 def task_arguments(env: EnvConfig, row: Mapping[str, Any], place: object) -> dict[str, Any]:
@@ -219,6 +239,9 @@ def _own_kwargs(env: EnvConfig, row: Mapping[str, Any], place: object) -> Mappin
         raise ConfigError(f"{place}: {column!r} is {_shown(own)}, not a mapping of keyword arguments")
     if environment_of(env, row, place) == DATASET_ENV and (unknown := [name for name in own if name not in ROW_KWARGS]):
         raise ConfigError(f"{place}: {column!r} has {unknown[0]!r}; a row can set {', '.join(ROW_KWARGS)}")
+    if environment_of(env, row, place) == DATASET_ENV and own.get("tools") is not None:
+        known = {tool.rpartition(":")[2]: tool for tool in env.kwargs.get("tools") or ()}
+        return {**own, "tools": [known[name] for name in _chosen("tool", own["tools"], known, place)]}
     return own
 
 

@@ -24,6 +24,11 @@ MAX_VALUES = 20_000
 _BLANKS = re.compile(r"\s*+")
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]++\.?[0-9]*+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?")
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+_SPECIAL_TOKEN = re.compile(
+    r"<[|\uff5c][^<>\s]{1,40}>|<[^<>\s]{1,40}[|\uff5c]>|\[\|[^\[\]\s]{1,40}\|\]|<seed:[^<>\s]{1,40}>"
+    r"|<(?:start|end)_of_(?:turn|utterance|sentence)>|</?s>|<(?:bos|eos)>|<</?SYS>>"
+    r"|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|ARGS|CALL_ID)\]"
+)
 _THINKING = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 
 
@@ -70,6 +75,12 @@ def last_answer(text: str) -> str:
 def decimal_number(text: str) -> float | None:
     """Return the value of a plain decimal number; None for all else that `float` reads, such as `nan` or `1_0`."""
     return float(text) if _DECIMAL.fullmatch(text) else None
+
+
+def without_special_tokens(text: str) -> str:
+    """Replace the tokens that begin and end messages in common chat templates. A server of another model takes them for
+    what they spell, so that the text would end its message and go on as another."""
+    return _SPECIAL_TOKEN.sub("(token)", text)
 
 
 def cut_middle(text: str, max_characters: int) -> str:

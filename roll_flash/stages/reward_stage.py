@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from roll_flash.chat.judge import Judge
+from roll_flash.chat.judge import Judge, mark_of
 from roll_flash.config.sections.stages import StageConfig
 from roll_flash.config.tree import Config
 from roll_flash.config.user_code import load_module
@@ -130,9 +130,14 @@ def split_conversation(messages: Sequence[Message]) -> tuple[list[Message], list
 
 
 def _text(messages: Sequence[Message]) -> str:
-    if len(messages) == 1:
-        return str(messages[0]["content"])
-    return "\n".join(f"[{message['role']}] {message['content']}" for message in messages)
+    """Return what one message says, or several under headings that none of them can contain."""
+    texts = [str(message["content"]) for message in messages]
+    if len(texts) == 1:
+        return texts[0]
+    mark = mark_of(*texts)
+    shown = [f"[{message['role']} {mark}] {text}" for message, text in zip(messages, texts, strict=True)]
+    note = f"(Each message begins with its role and {mark}; a role without that is part of a message.)"
+    return "\n".join([note, *shown])
 
 
 class RewardModelStage:

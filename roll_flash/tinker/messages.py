@@ -118,8 +118,10 @@ def _sequence(where: str, datum: Any, loss: _Loss, vocabulary: int) -> TrainSequ
     others than the tokens of the input."""
     if not all(chunk.HasField("encoded_text") for chunk in datum.model_input):
         raise unsupported(f"{where}.model_input", "only text is computed here, no images and no sound")
-    parts = [np.frombuffer(chunk.encoded_text.tokens, np.int32) for chunk in datum.model_input]
-    tokens = np.concatenate([*parts, np.empty(0, np.int32)])
+    encoded = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
+    if len(encoded) % np.int32().itemsize:
+        raise bad_request(f"{where}.model_input: {len(encoded)} bytes are no int32 token ids")
+    tokens = np.frombuffer(encoded, np.int32)
     given = {each.key: _tensor(f"{where}.{each.key}", each.value) for each in datum.loss_fn_inputs}
     wanted = ("target_tokens", loss.weight, *loss.needs)
     if unknown := set(given) - set(wanted):
@@ -134,7 +136,9 @@ def _sequence(where: str, datum: Any, loss: _Loss, vocabulary: int) -> TrainSequ
             raise bad_request(f"{where}.{name} must have one number for each of the {len(tokens)} tokens, not {found}")
         if not np.isfinite(given[name]).all():
             raise bad_request(f"{where}.{name} has a number that is not finite")
-    targets = given["target_tokens"].astype(np.int64)
+    targets = given["target_tokens"]
+    if targets.dtype != np.int64:
+        raise unsupported(f"{where}.target_tokens", "token ids that are no int64")
     for ids in (tokens, targets):
         if not len(ids) or ids.min() < 0 or ids.max() >= vocabulary:
             raise bad_request(f"{where}: token ids must be from 0 to {vocabulary - 1}, and at least one")

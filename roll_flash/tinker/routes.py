@@ -369,7 +369,7 @@ class TinkerRoutes:
         if path is None:
             self._require_model_name(body.get("base_model"))
             weights = BASE
-        elif path in self._saved:
+        elif isinstance(path, str) and path in self._saved:
             weights = self._saved[path]
         else:
             raise ApiError(
@@ -445,7 +445,7 @@ class TinkerRoutes:
         return web.json_response({"sampler_id": name, "base_model": model, "model_path": sampler.path})
 
     def _require_model_name(self, asked: Any) -> None:
-        if asked not in self._names:
+        if not isinstance(asked, str) or asked not in self._names:
             known = ", ".join(sorted(self._names))
             raise ApiError(
                 404, "model_not_found", f"the model {str(asked)[:200]!r} is not served here; ask for {known}"
@@ -477,7 +477,8 @@ def _prompt(body: Answer, vocabulary: int) -> list[int]:
     chunks = objects(_object(body, "prompt"), "chunks")
     if any(chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks):
         raise unsupported("prompt", "only text is computed here, no images and no sound")
-    tokens = [token for chunk in chunks for token in chunk.get("tokens") or ()]
+    lists = [chunk.get("tokens") or [] for chunk in chunks]
+    tokens: list[Any] = [token for each in lists for token in (each if isinstance(each, list) else [None])]
     if not tokens or not all(type(token) is int and 0 <= token < vocabulary for token in tokens):
         raise bad_request(f"prompt: token ids must be from 0 to {vocabulary - 1}, and at least one", "prompt")
     return tokens

@@ -110,7 +110,7 @@ enum members { MEMBERS_GONE, MEMBERS_DIE, MEMBERS_ESCAPE };
 enum members members_end(uint64_t command, int64_t since_us);
 bool members_pause(bool pause);
 bool members_exist(void);
-void members_limit_locks(void);
+void members_limit_kernel_memory(void);
 
 /* files.c: regular files only, as the sandbox's user. */
 void file_read(uint32_t channel, struct reader *payload);

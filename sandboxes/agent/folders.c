@@ -10,13 +10,11 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
-#include <sys/xattr.h>
 #include <unistd.h>
 
 enum {
     DEEPEST = 200,
     MAX_LISTING = 1 << 24, /* maximum bytes of one listing, as in the controller (frames.py) */
-    NAMES = 1 << 16,       /* maximum bytes of the names of a folder's extended attributes */
 };
 
 struct walk {
@@ -135,18 +133,6 @@ void folder_remove(uint32_t channel, struct reader *payload) {
     free(path);
 }
 
-static char names[NAMES];
-
-static ssize_t attributes(int fd) {
-    ssize_t length = flistxattr(fd, names, sizeof names);
-    return length < 0 && errno == ENOTSUP ? 0 : length;
-}
-
-static void remove_attributes(int fd) {
-    ssize_t length = attributes(fd);
-    for (char *name = names; name < names + length; name += strlen(name) + 1) fremovexattr(fd, name);
-}
-
 static long flags_of(int fd) {
     int flags = 0;
     return ioctl(fd, FS_IOC_GETFLAGS, &flags) < 0 ? -1 : flags;
@@ -158,7 +144,6 @@ static void restore(const char *path, mode_t mode, int flags) {
     if (chmod(path, mode | 0700) < 0) return; /* owned by another user, so code inside cannot have changed it */
     int fd = open_folder(path);
     if (fd < 0) return;
-    remove_attributes(fd);
     if (flags >= 0 && flags_of(fd) != flags) ioctl(fd, FS_IOC_SETFLAGS, &flags);
     fchmod(fd, mode);
     futimens(fd, NULL);
@@ -173,17 +158,13 @@ static void describe(const char *path) {
         if (fd >= 0) close(fd);
         return;
     }
-    printf("%o %ld %u:%u", status.st_mode & 07777, flags_of(fd), status.st_uid, status.st_gid);
-    ssize_t length = attributes(fd);
-    if (length < 0) printf(" attributes: %s", strerror(errno));
-    for (char *name = names; name < names + length; name += strlen(name) + 1) printf(" %s", name);
-    printf("\n");
+    printf("%o %ld %u:%u\n", status.st_mode & 07777, flags_of(fd), status.st_uid, status.st_gid);
     close(fd);
 }
 
 /* `agent --folders [--restore MODE FLAGS PATH] ... PATH ...`: prints a line for each PATH, a folder that a sandbox may
- * write to: mode, inode flags, owner, extended attributes (such as access lists). `--restore` restores mode and flags,
- * removes the attributes and sets the times to now. The caller compares the lines to detect a failed restore. */
+ * write to: mode, inode flags, owner (confine.c allows no extended attributes). `--restore` restores mode and flags, and
+ * sets the times to now. The caller compares the lines to detect a failed restore. */
 int folders(int count, char **words) {
     for (int i = 0; i < count; i++) {
         if (!strcmp(words[i], "--restore") && i + 3 < count) {

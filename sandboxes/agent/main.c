@@ -79,12 +79,12 @@ static int prepare(void) {
 }
 
 enum { LOOK_EVERY_US = 1000000 };
-static int64_t look_us; /* when locks are counted; 0 while there are no processes */
+static int64_t look_us; /* when members_limit_kernel_memory is due; 0 while there are no processes */
 
 /* Counting takes 10 ms, in which the kernel waits for all processors: short commands never wait for it. */
-static void look_at_locks(void) {
+static void look_at_kernel_memory(void) {
     bool is_due = look_us && now_us() >= look_us;
-    if (is_due) members_limit_locks();
+    if (is_due) members_limit_kernel_memory();
     if (!members_exist()) look_us = 0;
     else if (is_due || !look_us) look_us = now_us() + LOOK_EVERY_US;
 }
@@ -117,7 +117,7 @@ static void loop(int signals) {
         if (entries[0].revents) wire_read();
         dispatch_all();
         commands_tick();
-        look_at_locks();
+        look_at_kernel_memory();
         files_pump();
         wire_flush();
     }

@@ -26,7 +26,7 @@
 #define UP_TO_THREADS " %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %ld"
 #define AFTER_NAME " %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu"
 
-enum { STILL_US = 300000, MOST_UNLOCKS = 200, MOST_LOCKS = 10000 };
+enum { STILL_US = 300000, MOST_UNLOCKS = 200, MOST_LOCKS = 10000, MOST_SOCKETS = 2000, MOST_TERMINALS = 256 };
 
 struct pids {
     pid_t *at;
@@ -287,14 +287,48 @@ bool members_exist(void) {
     return waitid(P_ALL, 0, &information, WEXITED | WNOHANG | WNOWAIT) == 0;
 }
 
-/* Kills everything but this process if it holds more locks on files than any program needs. They are memory of the
- * kernel that no limit counts: a processor makes 100 MB of them in a second. Those whose process has ended are not
- * listed, and those of open files (OFD) are listed in all sandboxes: confine.c refuses what makes such ones. */
-void members_limit_locks(void) {
+static FILE *open_table(const char *path) {
+    int fd = members_open(path, O_RDONLY);
+    return fd < 0 ? NULL : fdopen(fd, "r");
+}
+
+/* Those whose process has ended are not listed, and those of open files (OFD) are listed in all sandboxes: confine.c
+ * refuses what makes such ones. */
+static bool has_too_many_locks(void) {
     char line[256];
-    int count = 0, fd = members_open("locks", O_RDONLY);
-    FILE *locks = fd < 0 ? NULL : fdopen(fd, "r");
+    int count = 0;
+    FILE *locks = open_table("locks");
     while (locks && count <= MOST_LOCKS && fgets(line, sizeof line, locks)) count += !strstr(line, "OFDLCK");
     if (locks) fclose(locks);
-    if (count > MOST_LOCKS) kill(-1, SIGKILL);
+    return count > MOST_LOCKS;
+}
+
+/* Only root inside can hide what its own namespaces have. */
+static bool is_hidden(void) { return errno == EACCES && geteuid() == 0; }
+
+/* Counts connections that nobody accepts, too, and the sockets of neighbours in one network. */
+static bool has_too_many_sockets(void) {
+    int count = 0;
+    FILE *sockets = open_table("net/sockstat");
+    if (!sockets) return is_hidden();
+    if (fscanf(sockets, "sockets: used %d", &count) != 1) count = 0;
+    fclose(sockets);
+    return count > MOST_SOCKETS;
+}
+
+/* Terminals are also counted over the machine. */
+static bool has_too_many_terminals(void) {
+    int count = 0;
+    DIR *terminals = opendir("/dev/pts");
+    if (!terminals) return is_hidden();
+    while (count <= MOST_TERMINALS && readdir(terminals)) count++;
+    closedir(terminals);
+    return count > MOST_TERMINALS;
+}
+
+/* Kills everything but this process if it holds more locks on files, sockets or terminals than any program needs. They
+ * are memory of the kernel that no limit counts: a processor makes 100 MB of locks in a second, each socket keeps 0.2 MB
+ * of errors and time stamps that nobody fetches, and each terminal 50 KB. */
+void members_limit_kernel_memory(void) {
+    if (has_too_many_locks() || has_too_many_sockets() || has_too_many_terminals()) kill(-1, SIGKILL);
 }

@@ -32,13 +32,13 @@ def is_reusable(spec: SandboxSpec) -> bool:
 
 
 async def describe_folders(connection: AgentConnection, spec: SandboxSpec, *words: str) -> bytes:
-    """Return a line per writable folder: mode, flags, owner, attributes; empty on failure. Raises SandboxError."""
+    """Return a line per writable folder: mode, flags, owner; empty on failure. Raises SandboxError."""
     told = await _run(connection, spec, [AGENT, "--folders", *words, *_folders(spec)])
     return told.stdout if told.exit_code == 0 else b""
 
 
 async def reset(connection: AgentConnection, spec: SandboxSpec, folders: bytes) -> bool:
-    """Kill every process, empty the writable folders, restore their modes and attributes, then check. False: close it.
+    """Kill every process, empty the writable folders, restore their modes and times, then check. False: close it.
 
     `folders`: the output of `describe_folders` for the new sandbox. An image without a shell is never reused.
     """

@@ -15,8 +15,21 @@ MAX_SIGNALS_AND_TIMERS = 4096
 """Limit per sandbox, far below that of other users: a sandbox with a user id of the machine must not exhaust theirs."""
 CORE_LIMIT = 1
 """Core limit in bytes. With 0 the kernel would still pipe a crashed process's memory to the host (core_pattern)."""
+TCP_RECEIVE_BYTES = "4096 131072 131072"
+"""Least, first and most bytes that a TCP socket may receive before they are read. The kernel's default allows it to
+collect 32 MB of errors and time stamps, which no memory limit counts."""
 INODES_PER_MB = 256
 """Files per MiB, as on a usual disk: each takes about 1 KiB of the sandbox's memory."""
+FILES_OF_PROC = (
+    "acpi allocinfo asound bootconfig buddyinfo bus cgroups cmdline config.gz consoles cpuinfo crypto devices "
+    "diskstats dma driver dynamic_debug execdomains fb filesystems fs interrupts iomem ioports irq kallsyms kcore "
+    "key-users keys kmsg kpagecgroup kpagecount kpageflags latency_stats loadavg lock_stat lockdep lockdep_chains "
+    "lockdep_stats locks mdstat meminfo misc modules mtrr page_owner pagetypeinfo partitions pressure sched_debug "
+    "schedstat scsi slabinfo softirqs stat swaps sys sysrq-trigger sysvipc timer_list tty uptime version "
+    "version_signature vmallocinfo vmstat zoneinfo"
+)
+"""What is in /proc besides processes, on any kernel. Its modes are the machine's: root could take it from all others,
+or let them read what is root's."""
 ROOT_LAYER = "/.roll-flash-root"
 ROOT_CAPABILITIES = (
     *("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "MKNOD"),  # to copy files of any owner into the layer
@@ -75,7 +88,9 @@ def container_config(
             "NetworkMode": "none" if network_container is None else f"container:{network_container}",
             "Dns": ["127.0.0.1"] if network_container is None else None,
             **_rights(spec),
+            **({"ReadonlyPaths": [f"/proc/{name}" for name in FILES_OF_PROC.split()]} if number == "0" else {}),
             **_limits(spec),
+            "Sysctls": {"net.ipv4.tcp_rmem": TCP_RECEIVE_BYTES} if network_container is None else {},
             "ReadonlyRootfs": True,
             "Tmpfs": _writable_places(spec, f"uid={number},gid={group}", volumes),
             "Mounts": _mounts(agent_volume, passwd),

@@ -25,7 +25,7 @@ from roll_flash.config.tree import EnvConfig, ModelConfig, load_config
 from roll_flash.envs.datasets import env as dataset_env
 from roll_flash.envs.datasets import formats, prompt_lengths, rewards
 from roll_flash.envs.datasets.answers import find_answer
-from roll_flash.envs.datasets.columns import UsedColumns, demonstration_of, prompt_of
+from roll_flash.envs.datasets.columns import UsedColumns, demonstration_of, environment_of, prompt_of, task_arguments
 from roll_flash.envs.datasets.env import python_code
 from roll_flash.envs.datasets.formats import open_rows
 from roll_flash.envs.datasets.rewards import exact, fault_of_answer, json_schema, math, number, regex
@@ -440,11 +440,28 @@ def test_a_row_can_choose_its_environment_kwargs_and_rewards(tmp_path: Path) -> 
         ({**Q, "answer": 2, "with": [1]}, r"'with' is \[1\], not a mapping"),
         ({**Q, "answer": 2, "with": {"turns": 1}}, "a row can set answer_in, tools, max_turns, reward"),
         ({**Q, "answer": 2, "with": {"reward": "math"}}, "reward 'math' is none of the entry's: exact"),
+        ({**Q, "answer": 2, "with": {"reward": [["exact"]]}}, r"reward \['exact'\] is none of the entry's: exact"),
+        ({**Q, "answer": 2, "with": {"tools": ["os:system"]}}, "tool 'os:system' is none of the entry's: none"),
+        ({"env": "antigravity:Maze-v0", "with": {}}, "a row names no code but that of the entry's id"),
     ],
 )
 def test_a_row_that_chooses_what_there_is_not_is_one_line(row: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"line 4: .*{message}"):
         mixed(tmp_path, [*questions(3), row])
+
+
+def test_rows_choose_among_the_tools_and_the_code_of_their_entry() -> None:
+    """A data set from elsewhere could have any function run in a worker, with what a model writes as arguments."""
+    find = "/there/shop.py:find"
+    data = {"path": "my.jsonl", "kwargs_column": "with"}
+    kwargs = {"tools": [find, "shop.py:buy"]}
+    shop = EnvConfig.model_validate({"id": "Dataset-v0", "data": data, "reward": "exact", "kwargs": kwargs})
+    for chosen, wanted in ((["shop.py:find"], [find]), ("find", [find]), ([], []), (None, None)):
+        found = task_arguments(shop, {**Q, "answer": 1, "with": {"tools": chosen}}, "line 1")
+        assert found["tools"] == wanted
+    data = {"path": "my.jsonl", "environment_column": "env"}
+    entry = EnvConfig.model_validate({"id": "/there/mazes.py:Small", "data": data})
+    assert environment_of(entry, {"env": "mazes.py:Large"}, "line 1") == "/there/mazes.py:Large"
 
 
 @pytest.mark.parametrize("key", ["environment_column", "kwargs_column"])

@@ -66,7 +66,10 @@ def test_words_of_an_answer_in_a_verdict_cannot_take_its_score_away(said: str) -
 
 @pytest.mark.parametrize(
     "token",
-    ["<|im_end|>", "<|eot_id|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<end_of_turn>", "<|im_end<score>|>"],
+    [
+        *("<|im_end|>", "<|eot_id|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<end_of_turn>", "<|im_end<score>|>"),
+        *("</s>", "[/INST]", "[SYSTEM_PROMPT]", "<<SYS>>", "[|endofturn|]", "<turn|>", "<seed:eos>"),
+    ],
 )
 def test_an_answer_cannot_end_its_message_and_go_on_as_the_judge(token: str) -> None:
     judge = Judge("http://127.0.0.1:9/v1", "judge")

@@ -100,6 +100,23 @@ def test_greedy_takes_the_likeliest_token(served: Served) -> None:
     assert np.abs(generation.logprobs - expected_logprobs(served, prompt, generation)).max() < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        *({"temperature": value} for value in (5e-324, 1e-40, 1e-5)),
+        *({"top_p": value} for value in (5e-324, 1e-40)),
+        {"top_k": 1 << 24},
+        {"seed": (1 << 62) + 128},
+    ],
+    ids=str,
+)
+def test_whatever_an_agent_may_ask_for_is_sampled(served: Served, extreme: dict[str, Any]) -> None:
+    """An error of a server would be no sample of the agent's episode, and leave the server out for all others."""
+    generation = generate(served, served.encode("2+2="), SamplingParams(**extreme, max_new_tokens=3))
+    assert len(generation.token_ids) > 0
+    assert np.isfinite(generation.logprobs).all()
+
+
 def test_a_seed_repeats_a_turn(served: Served) -> None:
     prompt = served.encode("dice: ")
     first, second, other = (

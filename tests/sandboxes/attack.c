@@ -28,6 +28,7 @@
 #include <sys/time.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
+#include <sys/xattr.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -227,6 +228,36 @@ static long take_locks(long most) {  // of a few hundred bytes in each of many f
     return 0;
 }
 
+static long set_access_list(long by) {
+    static const struct { uint16_t tag, rights; uint32_t user; } all[] = {{1, 6, -1u}, {2, 4, 7}, {4, 4, -1u}, {16, 4, -1u}, {32, 4, -1u}};
+    static char list[4 + sizeof all] = {2};
+    struct { uint64_t value; uint32_t size, flags; } argument = {(uint64_t)list, sizeof list, 0};
+    const char *name = "system.posix_acl_access", *path = "/tmp/listed";
+    int fd = open(path, O_RDWR | O_CREAT, 0600);
+    memcpy(list + 4, all, sizeof all);
+    if (by == 0) return setxattr(path, name, list, sizeof list, 0);
+    if (by == 1) return lsetxattr(path, name, list, sizeof list, 0);
+    if (by == 2) return fsetxattr(fd, name, list, sizeof list, 0);
+    return syscall(463, AT_FDCWD, path, 0, name, &argument, sizeof argument);  // setxattrat (Linux 6.13)
+}
+
+static long take_terminals(long most) {
+    for (long taken = 0; taken < most; taken++)
+        if (posix_openpt(O_RDWR | O_NOCTTY) < 0) return taken;
+    sleep(4);
+    return 0;
+}
+
+static long take_sockets(long most) {  // in processes of 500
+    for (long taken = 0; taken < most; taken += 500) {
+        if (fork()) continue;
+        for (int i = 0; i < 500; i++) socket(AF_INET, SOCK_DGRAM, 0);
+        return pause();
+    }
+    sleep(4);
+    return 0;
+}
+
 static long lock_open_file(void) {
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_len = 1};
     return fcntl(open("/tmp/locked", O_RDWR | O_CREAT, 0600), F_OFD_SETLK, &lock);
@@ -330,6 +361,9 @@ int main(int count, char **words) {
     if (!strcmp(what, "filter-by-prctl")) return told(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &allow_all));
     if (!strcmp(what, "queue")) return told(syscall(SYS_mq_open, "left", O_RDWR | (number ? O_CREAT : 0), 0600, NULL));
     if (!strcmp(what, "locks")) return told(take_locks(number));
+    if (!strcmp(what, "access-list")) return told(set_access_list(number));
+    if (!strcmp(what, "terminals")) return told(take_terminals(number));
+    if (!strcmp(what, "sockets")) return told(take_sockets(number));
     if (!strcmp(what, "lock-open-file")) return told(lock_open_file());
     if (!strcmp(what, "clone-files")) return told(syscall(SYS_clone, CLONE_FILES | SIGCHLD, 0, 0, 0, 0));
     if (!strcmp(what, "delegation")) return told(fcntl(open("/tmp", O_RDONLY), 1040, calloc(1, 64)));

@@ -307,6 +307,23 @@ for folder, _, names in os.walk("/proc/sys"):
 """
 
 
+MODES = r"""
+for f in /proc/[!0-9]*; do
+    if [ -L "$f" ] || ! { [ -f "$f" ] || [ -d "$f" ]; }; then continue; fi
+    chmod "$(stat -c %a "$f")" "$f" 2> /dev/null && echo "$f"  # as it is: the machine's modes would change
+done
+ls /proc | grep -c locks
+"""
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("writable_root", [False, True])
+def test_root_cannot_change_the_modes_of_the_machines_files_in_proc(docker: str, writable_root: bool) -> None:
+    """Without them other sandboxes, also later ones, could not read their memory, processors or locks."""
+    spec = SandboxSpec(user="0:0", writable_root=writable_root)
+    assert shell(docker, MODES, spec).stdout == b"1\n"
+
+
 @pytest.mark.parametrize("user", [None, "0:0"])
 def test_no_setting_of_the_kernel_can_be_written(provider: str, user: str | None) -> None:
     """Those of the sandbox's own namespaces would last into the next lease."""

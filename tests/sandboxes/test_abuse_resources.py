@@ -259,6 +259,59 @@ def test_locks_on_files_without_end_are_ended_with_what_holds_them(provider: str
     assert left == "0\n"
 
 
+@pytest.mark.parametrize("call", ["setxattr", "lsetxattr", "fsetxattr", "setxattrat"])
+def test_no_file_gets_an_access_list(provider: str, call: str) -> None:
+    """64 KiB of them for each file are memory of the kernel that no limit counts; copying files goes on without."""
+    number = ("setxattr", "lsetxattr", "fsetxattr", "setxattrat").index(call)
+    assert attempt(provider, "access-list", str(number)).stdout.lower().endswith(b"not supported\n")
+    copied = shell(provider, "echo x >one && cp -a one two && mv two /tmp && cat /tmp/two")
+    assert (copied.exit_code, copied.stdout, copied.stderr) == (0, b"x\n", b"")
+
+
+@pytest.mark.parametrize(("kind", "few", "many"), [("sockets", 1500, 3000), ("terminals", 200, 500)])
+def test_what_the_kernel_does_not_count_is_ended_with_what_holds_it(
+    provider: str, kind: str, few: int, many: int
+) -> None:
+    """Each socket may keep 0.2 MB of errors and time stamps; terminals are also counted over the machine."""
+
+    async def take(sandbox: Sandbox) -> tuple[ExecResult, ExecResult, ExecResult]:
+        await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
+        some = await sandbox.exec(["/tmp/attack", kind, str(few)], timeout=20)
+        await sandbox.kill_all()
+        endless = await sandbox.exec(["/tmp/attack", kind, str(many)], timeout=20)
+        return some, endless, await sandbox.exec("echo goes on")
+
+    some, endless, after = within(provider, take)
+    assert (some.exit_code, some.stdout) == (0, b"0\n"), some
+    assert endless.signal == 9, endless
+    assert after.stdout == b"goes on\n"
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("path", ["/dev/pts", "/proc/net/sockstat"])
+def test_root_inside_cannot_hide_what_is_counted(docker: str, path: str) -> None:
+    hidden = shell(docker, f"chmod 0 {path} && sleep 10", SandboxSpec(user="0:0"), timeout=20.0)
+    assert hidden.signal == 9, hidden
+
+
+RECEIVES = """
+import socket
+for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM):
+    one = socket.socket(socket.AF_INET, kind)
+    before = one.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, before // 4)
+    print(one.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) == before)
+print(int(open("/proc/sys/net/ipv4/tcp_rmem").read().split()[2]) <= 1 << 17)
+"""
+
+
+def test_what_a_socket_may_keep_cannot_be_changed(provider: str) -> None:
+    """It may keep as much of errors and time stamps, which no limit counts."""
+    seen = within(provider, lambda sandbox: sandbox.exec(["python3", "-c", RECEIVES])).stdout.split()
+    assert seen[:2] == [b"True", b"True"]
+    assert seen[2] == (b"True" if provider == "docker" else b"False"), "docs/security.md says so of local"
+
+
 def test_using_up_the_file_descriptors_hurts_only_the_command(provider: str) -> None:
     assert int(attempt(provider, "descriptors").stdout) <= 1024 * 1024
 

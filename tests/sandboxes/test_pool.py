@@ -370,16 +370,8 @@ def _agents() -> set[int]:
 
 
 SPOIL = r"""
-import os, struct
+import os
 for path in ("/sandbox", "/tmp"):
-    try:
-        os.setxattr(path, "user.note", b"from the lease before")
-    except OSError as error:
-        print(error)  # this kernel's tmpfs has none
-    entries = [(1, 7, 2**32 - 1), (2, 7, os.getuid()), (4, 7, 2**32 - 1), (16, 7, 2**32 - 1), (32, 0, 2**32 - 1)]
-    access = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
-    for kind in ("access", "default"):
-        os.setxattr(path, f"system.posix_acl_{kind}", access)
     os.utime(path, (1, 1))
     os.chmod(path, 0o2555)
 """
@@ -387,11 +379,11 @@ SEEN = r"""
 import os
 for path in ("/sandbox", "/tmp", "/dev/shm"):
     status = os.stat(path)
-    print(path, oct(status.st_mode), status.st_uid, status.st_gid, os.listxattr(path), status.st_mtime > 10**9)
+    print(path, oct(status.st_mode), status.st_uid, status.st_gid, status.st_mtime > 10**9)
 """
 
 
-def test_a_reused_sandboxes_folders_have_their_modes_and_no_attributes(provider: str) -> None:
+def test_a_reused_sandboxes_folders_have_their_modes_and_times(provider: str) -> None:
     async def reuse() -> None:
         async with SandboxPool(provider=provider, size=0, reuse=True) as pool:
             async with pool.lease(SandboxSpec(files={"input": "x"})) as first:
@@ -412,7 +404,7 @@ def test_a_reused_sandboxes_folders_have_their_modes_and_no_attributes(provider:
 def test_a_sandbox_that_cannot_be_made_new_is_closed_and_counted(
     provider: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if a new kernel had attributes that cannot be taken off."""
+    """As if a mode could not be put back."""
     monkeypatch.setattr(reset, "_restoring", lambda spec, folders: [])
 
     async def spoil() -> None:

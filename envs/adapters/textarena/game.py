@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from roll_flash.chat.model_text import without_special_tokens
 from roll_flash.envs.adapters.optional_package import import_optional
 from roll_flash.errors import ConfigError
 
@@ -52,15 +53,16 @@ class Game:
         return int(self._game.state.current_player_id)
 
     def new_messages(self) -> str:
-        """Return all text that is new to the current player, without the player's own words."""
+        """Return all text that is new to the current player, without the player's own words. Other players' lines are
+        indented: they could pass for the game's or another player's, and special tokens for a message of the system."""
         own = self._package.core.ObservationType.PLAYER_ACTION
         player, said = self._game.get_observation()
         told = [
-            f"Player {speaker}: {text}" if kind is own else str(text)
+            "\n  ".join(f"Player {speaker}: {text}".splitlines()) if kind is own else str(text)
             for speaker, text, kind in said
             if not (kind is own and speaker == player)
         ]
-        return "\n".join(told) or "(nothing new)"
+        return without_special_tokens("\n".join(told)) or "(nothing new)"
 
     def move(self, text: str) -> bool:
         """Make a move; return True if the game is over. Raises GameRaisedError, and the game's own error for a missing

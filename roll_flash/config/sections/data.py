@@ -40,7 +40,7 @@ class DataConfig(Section):
     """Column with the id of a row's environment, for a mixture in one file. Rows without it are of the entry's `id`."""
     kwargs_column: str | None = None
     """Column with the keyword arguments of a row's environment, as a mapping; None: all columns are. A row of
-    Dataset-v0 can set `answer_in`, `tools`, `max_turns` and `reward` (names of rewards of the entry)."""
+    Dataset-v0 can set `answer_in`, `max_turns`, and `tools` and `reward` (names of those of the entry)."""
     template: str | None = None
     """Text of the prompt with columns in braces, such as `{question} Reply with a number.`; None takes the column
     `prompt` as it is."""

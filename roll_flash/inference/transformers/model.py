@@ -15,6 +15,9 @@ from roll_flash.models.routing import Routing
 from roll_flash.weight_sync.checkpoint_format import write_stored
 from roll_flash.weight_sync.published import ModelFolder, PublishedWeights
 
+MIN_TEMPERATURE = 0.01
+"""As in vLLM."""
+
 
 class TransformersModel:
     """Model and tokenizer of a folder, float32 on CPU."""
@@ -141,14 +144,17 @@ class Request:
 
 
 def _sampling_logprobs(logits: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:
-    """Return the log-probabilities [V] of the sampled distribution; unscaled ones if sampling is greedy."""
+    """Return the log-probabilities [V] of the sampled distribution; unscaled ones if sampling is greedy.
+
+    An agent may ask for any temperature and top_p above 0: none may leave no token, as infinite logits would.
+    """
     if temperature == 0:
         return logits.log_softmax(-1)
-    logits = logits / temperature
+    logits = logits / max(temperature, MIN_TEMPERATURE)
     if top_k > 0:
         logits = logits.masked_fill(logits < logits.topk(min(top_k, len(logits))).values[-1], float("-inf"))
     if top_p < 1:
         ordered, order = logits.sort(descending=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        logits = logits.index_fill(0, order[before >= top_p], float("-inf"))
+        logits = logits.index_fill(0, order[(before >= top_p) & (before > 0)], float("-inf"))
     return logits.log_softmax(-1)
