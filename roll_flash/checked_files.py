@@ -22,7 +22,6 @@ import yaml
 from roll_flash.errors import RunError, first_line
 
 Kind = TypeVar("Kind")
-Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
 MAX_FILE_BYTES = MAX_LINE_BYTES = 1 << 28

@@ -287,16 +287,12 @@ def _request_body(model: str, messages: Sequence[Message], sampling: SamplingPar
         "messages": list(messages),
         "temperature": sampling.temperature,
         "max_tokens": sampling.max_new_tokens,
+        "top_p": sampling.top_p if sampling.top_p != 1.0 else None,
+        "top_k": sampling.top_k or None,
+        "stop": list(sampling.stop) or None,
+        "seed": sampling.seed,
     }
-    if sampling.top_p != 1.0:
-        body["top_p"] = sampling.top_p
-    if sampling.top_k:
-        body["top_k"] = sampling.top_k
-    if sampling.stop:
-        body["stop"] = list(sampling.stop)
-    if sampling.seed is not None:
-        body["seed"] = sampling.seed
-    return body
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def _json(content: bytes, url: str) -> Any:

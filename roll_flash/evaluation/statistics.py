@@ -10,6 +10,7 @@ from statistics import NormalDist
 import numpy as np
 
 RESAMPLES = 10_000
+CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +38,14 @@ def pass_at_k(attempts: int, successes: int, k: int) -> float:
     return 1.0 - math.comb(attempts - successes, k) / math.comb(attempts, k)
 
 
-def wilson_interval(successes: float, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+def wilson_interval(successes: float, trials: int) -> tuple[float, float]:
     """Interval of a proportion from independent trials (Wilson 1927); it stays in [0, 1] and never has width zero.
 
     `successes` may be fractional: a task may be solved in some of its attempts. Raises ValueError for invalid counts.
     """
     if not 0 <= successes <= trials or trials < 1:
         raise ValueError(f"an interval needs 0 <= successes <= trials and a trial, not {successes} of {trials}")
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
     rate, z2 = successes / trials, z * z
     centre = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
     half = z / (1 + z2 / trials) * math.sqrt(rate * (1 - rate) / trials + z2 / (4 * trials * trials))
@@ -52,17 +53,17 @@ def wilson_interval(successes: float, trials: int, confidence: float = 0.95) -> 
     return max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half))
 
 
-def bootstrap_interval(task_means: Sequence[float], confidence: float = 0.95, seed: int = 0) -> tuple[float, float]:
+def bootstrap_interval(task_means: Sequence[float]) -> tuple[float, float]:
     """Percentile interval of the mean, resampling tasks: attempts at one task are one cluster (Efron 1979)."""
     values = np.asarray(task_means, dtype=np.float64)
     if values.size == 0:
         raise ValueError("an interval needs at least one task")
     means = np.empty(RESAMPLES)
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     for start in range(0, RESAMPLES, 500):
         drawn = generator.integers(0, values.size, size=(500, values.size))
         means[start : start + 500] = values[drawn].mean(axis=1)
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,39 +25,33 @@ CHARACTERS_PER_TOKEN = 4
 """Approximate, for an answer."""
 
 
+@dataclass(eq=False, repr=False)
 class TokenBackend:
     """`Backend` over an `InferenceClient`, which the caller closes."""
 
-    def __init__(
-        self, client: InferenceClient, tokenizer: Any, *, model: str, max_length: int, thinking: Thinking = "keep"
-    ) -> None:
-        """`thinking`: whether a request that continues a recorded one gets its tokens as they were (`keep`), or is
-        always rendered by the chat template (`strip`). Raises ModelError for a tokenizer without a chat template."""
-        self._client = client
-        self._tokenizer = tokenizer
-        self._prompts = PromptText(tokenizer)
-        self._model = model
-        self._max_length = max_length
-        self._thinking: Thinking = thinking
+    client: InferenceClient
+    tokenizer: Any
+    _: KW_ONLY
+    model: str
+    max_length: int
+    thinking: Thinking = "keep"
+    """Whether a request that continues a recorded one gets its tokens as they were (`keep`), or is always rendered by
+    the chat template (`strip`)."""
 
-    @property
-    def model(self) -> str:
-        return self._model
-
-    @property
-    def max_length(self) -> int | None:
-        return self._max_length
+    def __post_init__(self) -> None:
+        """Raises ModelError for a tokenizer without a chat template."""
+        self._prompts = PromptText(self.tokenizer)
 
     async def complete(self, call: ModelCall, session: Session, number: int) -> tuple[Reply, list[CallRecord]]:
         started_s = session.history.clock.now_s()
         found = session.history.find(call)
-        characters = found.characters if self._thinking == "keep" else call.keys.characters(0)
+        characters = found.characters if self.thinking == "keep" else call.keys.characters(0)
         place, before, given_ids = await session.work.do(partial(self._prompt_of, call, found), characters)
         prompt = [*before, *given_ids]
-        room = self._max_length - len(prompt)
+        room = self.max_length - len(prompt)
         if room < 1:
             session.context_was_full = True
-            raise context_length_exceeded(self._max_length, len(prompt))
+            raise context_length_exceeded(self.max_length, len(prompt))
         sampling = session.sampling(call, room)
         if sampling.top_p <= 0:  # servers reject it, which would look like a server failure
             raise bad_request("top_p must be more than 0; for the likeliest token ask for temperature 0", "top_p")
@@ -89,10 +83,10 @@ class TokenBackend:
         """Return the place, its tokens, and those of the new part. If the template leaves out what was recorded, such
         as earlier thinking, the request is the beginning of another sample."""
         before = place.parent.token_ids() if place.parent is not None else []
-        if self._thinking == "keep" or place.parent is None:
-            return place, before, self._tokens_of(call, place, self._max_length - len(before))
+        if self.thinking == "keep" or place.parent is None:
+            return place, before, self._tokens_of(call, place, self.max_length - len(before))
         anew = replace(place, parent=None, given=call.messages, sent=sum(call.keys.sizes))
-        whole = self._tokens_of(call, anew, self._max_length)
+        whole = self._tokens_of(call, anew, self.max_length)
         if whole[: len(before)] == before:
             return place, before, whole[len(before) :]
         return anew, [], whole
@@ -128,7 +122,7 @@ class TokenBackend:
             own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index)
             name = f"{session.session_id}-{number}" + (f"-{index}" if index else "")
             async with session.generating:
-                return await self._client.generate(
+                return await self.client.generate(
                     prompt,
                     own,
                     request_id=name,
@@ -159,10 +153,10 @@ class TokenBackend:
 
     def _sampled(self, generation: Generation) -> list[SampledToken]:
         pairs = zip(generation.token_ids.tolist(), generation.logprobs.tolist(), strict=True)
-        return [SampledToken(str(self._tokenizer.decode([token])), logprob) for token, logprob in pairs]
+        return [SampledToken(str(self.tokenizer.decode([token])), logprob) for token, logprob in pairs]
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def context_length_exceeded(max_length: int, prompt_tokens: int) -> ApiError:

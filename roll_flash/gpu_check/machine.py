@@ -167,11 +167,11 @@ def _compare_with_published(bench: Bench, tflops: float) -> None:
         )
 
 
-def published_tflops(name: str, memory_bytes: int, folder: Path = CONFIGS / "hardware") -> float | None:
+def published_tflops(name: str, memory_bytes: int) -> float | None:
     """Return the published bfloat16 TFLOP/s of a GPU from the hardware files; None if there is no file for it."""
     words = set(name.lower().replace("-", " ").split())
     found = []
-    for file in sorted(folder.glob("*.yaml")):
+    for file in sorted((CONFIGS / "hardware").glob("*.yaml")):
         gpu = load_hardware(file).gpu
         maker, *product = gpu.name.lower().replace("-", " ").split()
         numbered = [word for word in product if any(map(str.isdigit, word)) and not word.endswith("gb")][:1]

@@ -21,6 +21,10 @@ from roll_flash.errors import ConfigError
 from roll_flash.types import Task
 
 FIRST_HELD_OUT_SEED = 1_000_000_000
+EXPLORATION = 0.1
+"""Share of a curriculum's draws that ignore the success rates."""
+REMEMBERED_REPLICAS = 200.0
+"""Number of replicas over which a curriculum averages the success rate of a level."""
 
 
 class TaskSource(ABC):
@@ -306,32 +310,17 @@ class CurriculumTasks(_SeveralSources):
 
     A group gives a learning signal only if its rewards differ. With success rate p the variance of a reward is p(1-p):
     largest if the model succeeds half the time, zero if it always or never succeeds. The success rate of a level is an
-    exponential moving average, so a level returns when the model changes; `exploration` is the share of draws that
-    ignore it. A draw depends only on the seed, its number and the earlier reports.
+    exponential moving average, so a level returns when the model changes; EXPLORATION is the share of draws that ignore
+    it. A draw depends only on the seed, its number and the earlier reports.
     """
 
-    def __init__(
-        self,
-        levels: Sequence[TaskSource],
-        *,
-        seed: int = 0,
-        exploration: float = 0.1,
-        memory: float = 200.0,
-        evaluated: TaskSource | None = None,
-    ) -> None:
-        """`memory`: number of replicas over which the success rate of a level is averaged.
-
-        `evaluated`: source of the held-out tasks; None: those of the levels, in turn.
-        """
+    def __init__(self, levels: Sequence[TaskSource], *, seed: int = 0, evaluated: TaskSource | None = None) -> None:
+        """`evaluated`: source of the held-out tasks; None: those of the levels, in turn."""
         if not levels:
             raise ValueError("a curriculum needs at least one level")
-        if not 0 < exploration <= 1 or memory < 1:
-            raise ValueError("exploration must be in (0, 1] and memory >= 1, or a level could be lost for good")
         super().__init__(levels)
         self._evaluated = evaluated
         self._seed = seed
-        self._exploration = exploration
-        self._memory = memory
         self._draws = 0
         self._scores = [0.5] * len(levels)
         self._counts = [1.0] * len(levels)
@@ -358,7 +347,7 @@ class CurriculumTasks(_SeveralSources):
     def report(self, task: Task, score: float) -> None:
         super().report(task, score)
         level, _ = _source_of(task)
-        keep = 1 - 1 / self._memory
+        keep = 1 - 1 / REMEMBERED_REPLICAS
         self._scores[level] = self._scores[level] * keep + min(1.0, max(0.0, score))
         self._counts[level] = self._counts[level] * keep + 1
 
@@ -371,7 +360,7 @@ class CurriculumTasks(_SeveralSources):
         total, count = sum(signal), len(self._sources)
         if total == 0:
             return [1 / count] * count
-        return [self._exploration / count + (1 - self._exploration) * value / total for value in signal]
+        return [EXPLORATION / count + (1 - EXPLORATION) * value / total for value in signal]
 
     def state(self) -> dict[str, Any]:
         return {

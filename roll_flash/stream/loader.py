@@ -31,7 +31,7 @@ class _Pending:
     """Too few of its trajectories are left."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, repr=False)
 class LearnerLoader:
     """Waits for the rewards of the groups of a step and cuts micro-batches of `micro_batch_tokens`.
 

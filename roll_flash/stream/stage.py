@@ -21,7 +21,7 @@ Compute = Callable[[Sequence[Row]], Awaitable[Sequence[Mapping[str, Any]]]]
 """Returns the new columns of each row, in the order of the rows."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, repr=False)
 class Stage:
     """Runs `compute` on batches of a consumer of the stream, `concurrency` of them at a time.
 

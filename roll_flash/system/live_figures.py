@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from roll_flash.engines.inference import InferenceEngine
 from roll_flash.rollout.fleet import WorkerFleet
@@ -22,27 +23,19 @@ LOOKS = 60
 OF_SERVER = ("up", "requests_running", "requests_waiting", "kv_cache_usage")
 
 
+@dataclass(eq=False, repr=False)
 class LiveFigures:
     """`run` is a background task for the whole run; `show` gets fields of `RunStatus` by name."""
 
-    def __init__(
-        self,
-        rollout: Rollout,
-        fleet: WorkerFleet,
-        engine: InferenceEngine,
-        stream: TrajectoryStream,
-        activities: Activities,
-        show: Callable[..., None],
-    ) -> None:
-        self._rollout = rollout
-        self._fleet = fleet
-        self._engine = engine
-        self._stream = stream
-        self._activities = activities
-        self._show = show
-        self._has_server = True
-        self._busy: deque[tuple[bool, bool]] = deque(maxlen=LOOKS)
-        """Whether learner and servers had work at each of the last looks."""
+    rollout: Rollout
+    fleet: WorkerFleet
+    engine: InferenceEngine
+    stream: TrajectoryStream
+    activities: Activities
+    show: Callable[..., None]
+    _has_server: bool = field(default=True, init=False)
+    _busy: deque[tuple[bool, bool]] = field(default_factory=lambda: deque(maxlen=LOOKS), init=False)
+    """Whether learner and servers had work at each of the last looks."""
 
     async def run(self) -> None:
         await asyncio.gather(self._watch_episodes(), self._watch_servers())
@@ -50,7 +43,7 @@ class LiveFigures:
     async def _watch_episodes(self) -> None:
         while True:
             await self._look()
-            await asyncio.sleep(max(EVERY_S, self._fleet.size / WORKERS_A_SECOND))
+            await asyncio.sleep(max(EVERY_S, self.fleet.size / WORKERS_A_SECOND))
 
     async def _watch_servers(self) -> None:
         while True:
@@ -58,26 +51,26 @@ class LiveFigures:
             await asyncio.sleep(SERVERS_EVERY_S)
 
     async def _look(self) -> None:
-        scheduler = self._rollout.scheduler
-        states = await self._fleet.states(ANSWER_WITHIN_S)
-        scoring = states["scoring"] + self._stream.without(REWARD)
+        scheduler = self.rollout.scheduler
+        states = await self.fleet.states(ANSWER_WITHIN_S)
+        scoring = states["scoring"] + self.stream.without(REWARD)
         has_requests = states["model"] + states["agent"] > 0
-        self._busy.append((self._activities.is_doing("the learner"), has_requests and self._has_server))
+        self._busy.append((self.activities.is_doing("the learner"), has_requests and self._has_server))
         learner, servers = (sum(found) / len(found) for found in zip(*self._busy, strict=True))
         episodes = {**states, "scoring": scoring, "queued": scheduler.queued}
-        episodes["ended"] = scheduler.waiting_trajectories() - self._stream.without(REWARD)
-        self._show(
+        episodes["ended"] = scheduler.waiting_trajectories() - self.stream.without(REWARD)
+        self.show(
             state="running",
             episodes=episodes,
-            books=self._rollout.books(),
+            books=self.rollout.books(),
             busy={"learner": learner, "servers": servers},
             versions={"learner": scheduler.learner_version, "servers": scheduler.server_version},
         )
 
     async def _look_at_servers(self) -> None:
-        servers = servers_of(await self._engine.metrics())
+        servers = servers_of(await self.engine.metrics())
         self._has_server = any(server["up"] for server in servers) if servers else True
-        self._show(servers=servers)
+        self.show(servers=servers)
 
 
 def servers_of(figures: Mapping[str, float]) -> list[dict[str, float]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
@@ -30,19 +30,6 @@ TIMEOUT_S = 600.0
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-
-
-class _Node(Protocol):
-    """A mirror on one node, here or in an actor."""
-
-    async def keep(self, weights: StagedWeights) -> StagedWeights: ...
-    async def blocks(self, path: str) -> Blocks: ...
-    async def read(self, path: str, numbers: Sequence[int]) -> Any: ...  # a Ray object of what `read_blocks` returns
-    async def pass_on(self, numbers: Sequence[int]) -> Any: ...  # the same of blocks that arrived in its mirror
-    async def begin(self, blocks: Blocks) -> list[int]: ...
-    async def write(self, numbers: Sequence[int], piece: Any) -> None: ...
-    async def finish(self, weights: StagedWeights) -> StagedWeights: ...
-    async def close(self) -> None: ...
 
 
 class Mirrors:
@@ -166,9 +153,11 @@ class _HereNode:
         return await asyncio.to_thread(Blocks.of, path)
 
     async def read(self, path: str, numbers: Sequence[int]) -> Any:
+        """Return a Ray object of what `read_blocks` returns."""
         return await asyncio.to_thread(lambda: ray.put(read_blocks(path, numbers)))
 
     async def pass_on(self, numbers: Sequence[int]) -> Any:
+        """Return the same of blocks that arrived in this mirror."""
         return await self.read(self._mirror.path, numbers)
 
     async def begin(self, blocks: Blocks) -> list[int]:
@@ -184,14 +173,8 @@ class _HereNode:
         self._mirror.close()
 
 
-class MirrorActor:
+class MirrorActor(WeightMirror):
     """Ray actor with the mirror of its node."""
-
-    def __init__(self) -> None:
-        self._mirror = WeightMirror()
-
-    def keep(self, weights: StagedWeights) -> StagedWeights:
-        return self._mirror.keep(weights)
 
     def blocks(self, path: str) -> Blocks:
         return Blocks.of(path)
@@ -200,16 +183,7 @@ class MirrorActor:
         return read_blocks(path, numbers)
 
     def pass_on(self, numbers: Sequence[int]) -> list[NDArray[np.uint8]]:
-        return read_blocks(self._mirror.path, numbers)
-
-    def begin(self, blocks: Blocks) -> list[int]:
-        return self._mirror.begin(blocks)
-
-    def write(self, numbers: Sequence[int], piece: Sequence[NDArray[np.uint8]]) -> None:
-        self._mirror.write(numbers, piece)
-
-    def finish(self, weights: StagedWeights) -> StagedWeights:
-        return self._mirror.finish(weights)
+        return read_blocks(self.path, numbers)
 
 
 class _RemoteNode:
@@ -258,3 +232,6 @@ class _RemoteNode:
             raise InferenceError(f"node {self._node_id} cannot take new weights: {first_line(error.cause)}") from None
         except (RayActorError, ActorUnschedulableError) as error:
             raise InferenceError(f"node {self._node_id} is lost: {first_line(error)}") from None
+
+
+_Node = _HereNode | _RemoteNode

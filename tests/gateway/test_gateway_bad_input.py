@@ -153,14 +153,14 @@ def test_two_megabytes_that_do_not_fit_are_not_tokenised(serve: Serve, monkeypat
     async def work(served: Served) -> None:
         backend = served.gateway.backend
         assert isinstance(backend, TokenBackend)
-        encode = backend._tokenizer.encode
+        encode = backend.tokenizer.encode
 
         def counted(text: str, **settings: Any) -> Any:
             lengths.append(len(text))
             return encode(text, **settings)
 
         first = (await served.chat(HELLO)).json()["choices"][0]["message"]
-        monkeypatch.setattr(backend._tokenizer, "encode", counted)
+        monkeypatch.setattr(backend.tokenizer, "encode", counted)
         large = [{"role": "user", "content": "x" * 1_900_000}]
         for messages in (large, [*HELLO, first, *large]):
             answer = await served.chat(messages)

@@ -99,7 +99,7 @@ class WeightFiles:
         # Tied names get the same object, which keeps them tied.
         filled = {name: values[id(tensor)] for name, tensor in state.items() if id(tensor) in values}
         policy.load_state_dict(filled, strict=False, assign=True)
-        return sum(_local(tensor).nbytes for tensor in values.values())
+        return sum(local_part(tensor).nbytes for tensor in values.values())
 
     def _read(self, stored: str, empty: Tensor, device: torch.device) -> Tensor:
         if isinstance(empty, DTensor):
@@ -172,5 +172,6 @@ def halve_frozen(model: nn.Module) -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the shard of this rank; a tensor that is not sharded itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

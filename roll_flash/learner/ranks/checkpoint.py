@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from roll_flash.config.tree import load_config
 from roll_flash.errors import CheckpointError, ConfigError, first_line
-from roll_flash.learner.ranks.optimizer import WeightAverage, local_part
+from roll_flash.learner.model.weight_files import local_part
+from roll_flash.learner.ranks.optimizer import WeightAverage
 from roll_flash.models.adapter import write_adapter
 from roll_flash.run.checkpoints.folder import new_folder
 from roll_flash.run.run_dir import Checkpoint, find_checkpoint, require_new, require_undamaged

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.learner.model.policy_model import PolicyModel
+from roll_flash.learner.model.weight_files import local_part
 
 HEAD_LEARNING_RATE = 1e-4
 """Default of a value head: larger than usual, because a linear function has little to unlearn."""
@@ -139,8 +139,3 @@ class WeightAverage:
 
     def _local_averages(self) -> list[Tensor]:
         return [local_part(average) for average in self._averages.values()]
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return the shard of this rank; a tensor that is not sharded itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -48,14 +48,14 @@ from roll_flash.learner.model.policy_model import (
     load_policy_model,
     open_policy_model,
 )
-from roll_flash.learner.model.weight_files import WeightFiles, halve_frozen
+from roll_flash.learner.model.weight_files import WeightFiles, halve_frozen, local_part
 from roll_flash.learner.packing.head_shape import head_shape
 from roll_flash.learner.packing.rows import PackedRow, TrainSequence, by_sample, pack, with_predictions
 from roll_flash.learner.packing.sequences import PlannedTrajectory
 from roll_flash.learner.ranks import checkpoint
 from roll_flash.learner.ranks.device import CPU, rank_device, reserved_gpus
 from roll_flash.learner.ranks.gradient_sync import GradientSync
-from roll_flash.learner.ranks.optimizer import WeightAverage, local_part, open_optimizer, trained_parts
+from roll_flash.learner.ranks.optimizer import WeightAverage, open_optimizer, trained_parts
 from roll_flash.learner.ranks.rank_actor import Forms, UpdateRecord
 from roll_flash.learner.ranks.rendezvous import interface_of, is_on_one_machine, join_rendezvous, open_rendezvous
 from roll_flash.learner.ranks.row_memory import (

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,38 +54,28 @@ class ContextFullError(RollFlashError):
     """The conversation leaves no room for another token."""
 
 
+@dataclass(eq=False, repr=False)
 class TokenPolicy:
     """Sends and receives token ids. `ChatPolicy` has the same methods."""
 
-    def __init__(
-        self,
-        client: InferenceClient,
-        tokenizer: Any,
-        sampling: SamplingParams,
-        *,
-        episode_id: str,
-        max_length: int,
-        session: str | None = None,
-        thinking: Thinking = "keep",
-        turns: EpisodeTurns | None = None,
-    ) -> None:
-        """`session`: requests with the same session share a server's prefix cache; default: the episode id. `turns`:
-        has turns that the model is not asked for again, and records the others."""
-        self._client = client
-        self._tokenizer = tokenizer
-        self._sampling = sampling
-        self._episode_id = episode_id
-        self._session = session or episode_id
-        self._max_length = max_length
-        self._thinking: Thinking = thinking
-        self._turns = turns
-        self._turn = 0
+    client: InferenceClient
+    tokenizer: Any
+    sampling: SamplingParams
+    _: KW_ONLY
+    episode_id: str
+    max_length: int
+    session: str | None = None
+    """Requests with the same session share a server's prefix cache; None: the episode is one."""
+    thinking: Thinking = "keep"
+    turns: EpisodeTurns | None = None
+    """Has turns that the model is not asked for again, and records the others."""
+    _turn: int = field(default=0, init=False)
 
     def begin(self, messages: Sequence[Message], tools: Tools = None) -> None:
         """Start the conversation. `tools`: tools of the environment, in OpenAI's format."""
-        self._tools = ToolChat(tools, chat_template_of(self._tokenizer) if tools else None)
+        self._tools = ToolChat(tools, chat_template_of(self.tokenizer) if tools else None)
         opening = self._tools.opening(messages)
-        self._conversation = open_conversation(self._thinking, self._tokenizer, opening, self._tools.native)
+        self._conversation = open_conversation(self.thinking, self.tokenizer, opening, self._tools.native)
 
     @property
     def tools_shown(self) -> ToolsShown | None:
@@ -95,22 +85,22 @@ class TokenPolicy:
     async def act(self, timeout_s: float) -> Action:
         """Return the model's next answer. Raises TimeoutError, InferenceError, or ContextFullError."""
         start = len(self._conversation.token_ids)
-        room = self._max_length - start
+        room = self.max_length - start
         if room < 1:
-            raise ContextFullError(f"{start} tokens fill the context of {self._max_length} (model.max_length)")
+            raise ContextFullError(f"{start} tokens fill the context of {self.max_length} (model.max_length)")
         prompt = self._conversation.token_ids
-        generation = self._turns.recorded(prompt) if self._turns is not None else None
+        generation = self.turns.recorded(prompt) if self.turns is not None else None
         if generation is None:
-            generation = await self._client.generate(
+            generation = await self.client.generate(
                 prompt,
-                replace(self._sampling, max_new_tokens=min(room, self._sampling.max_new_tokens)),
-                request_id=f"{self._episode_id}-{self._turn}",
-                session=self._session,
+                replace(self.sampling, max_new_tokens=min(room, self.sampling.max_new_tokens)),
+                request_id=f"{self.episode_id}-{self._turn}",
+                session=self.session or self.episode_id,
                 timeout_s=timeout_s,
                 known_experts=self._conversation.known_experts,
             )
-        if self._turns is not None:
-            self._turns.sampled(prompt, generation)
+        if self.turns is not None:
+            self.turns.sampled(prompt, generation)
         self._turn += 1
         text = self._conversation.add_generation(generation)
         end = start + len(generation.token_ids)
@@ -124,11 +114,11 @@ class TokenPolicy:
         start = len(prompt)
         is_same = bool(turn.token_ids) and turn.prompt == checksum_of_prompt(prompt)
         self._conversation.add_context(turn.action, turn.token_ids if is_same else None)
-        span = (start, len(self._conversation.token_ids)) if self._thinking == "keep" else (0, 0)
+        span = (start, len(self._conversation.token_ids)) if self.thinking == "keep" else (0, 0)
         return _repeated(turn, *span)
 
     def observe(self, messages: Sequence[Message]) -> None:
-        room = self._max_length - len(self._conversation.token_ids)
+        room = self.max_length - len(self._conversation.token_ids)
         self._conversation.add_observation(self._tools.results(messages), room)
 
     def messages(self) -> tuple[Message, ...]:
