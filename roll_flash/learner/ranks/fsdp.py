@@ -331,7 +331,7 @@ class FsdpLearner:
 
     async def abandon_step(self) -> None:
         """See `LearnerEngine`. A begun update increases the version: no checkpoint is mislabelled."""
-        await self._on_all("abandon", timeout_s=self._config.step_timeout_s)
+        await self._on_all("abandon")
         self._version += self._has_stepped
         self._begin_step()
 
@@ -387,7 +387,7 @@ class FsdpLearner:
 
     async def stage_weights(self) -> StagedWeights:
         started = asyncio.get_running_loop().time()
-        results = await self._on_all("stage", self._version, timeout_s=self._config.step_timeout_s)
+        results = await self._on_all("stage", self._version)
         self._totals.staging_s += asyncio.get_running_loop().time() - started
         staged: StagedWeights = next(result for result in results if result is not None)
         if self._transfer == "ipc":
@@ -400,7 +400,7 @@ class FsdpLearner:
 
     async def release_weights(self, weights: StagedWeights) -> None:
         """Raises LearnerError if the version is no longer staged."""
-        await self._on_all("release", replace(weights, channel=None), timeout_s=self._config.step_timeout_s)
+        await self._on_all("release", replace(weights, channel=None))
 
     async def begin_save(self, folder: Path) -> asyncio.Task[None]:
         """See `LearnerEngine`; atomic. Raises CheckpointError, here or from the task, if the folder exists or cannot be
@@ -422,7 +422,7 @@ class FsdpLearner:
         manifest = await asyncio.to_thread(read_manifest, folder, self._fingerprint, self._frozen)
         try:
             async with self._folders.for_reading(folder, MANIFEST) as folders:
-                await self._on_each("load", folders, timeout_s=self._config.step_timeout_s)
+                await self._on_each("load", folders)
         except CheckpointError as error:
             self._kill(f"its state is half loaded: {error}")
             raise
@@ -440,20 +440,18 @@ class FsdpLearner:
     async def _in_background(
         self, begin: str, folder: Path, *, replaces: bool = False, manifest: dict[str, Any] | None = None
     ) -> asyncio.Task[None]:
-        timeout_s = self._config.step_timeout_s
-
         async def begin_on_all(folders: Sequence[Path]) -> None:
-            await self._on_each(begin, folders, timeout_s=timeout_s)
+            await self._on_each(begin, folders)
 
         async def has_written(folders: Sequence[Path]) -> bool:
-            return all(await self._on_each("has_written", folders, timeout_s=timeout_s))
+            return all(await self._on_each("has_written", folders))
 
         return await write_in_background(
             folder,
             folders_of_ranks=self._folders.for_writing,
             begin=begin_on_all,
             has_written=has_written,
-            timeout_s=timeout_s,
+            timeout_s=self._config.step_timeout_s,
             replaces=replaces,
             manifest=manifest,
         )
@@ -517,9 +515,8 @@ class FsdpLearner:
 
     async def _limit_second_moment(self, limit: float) -> None:
         """Leave out kept tokens of the step by the rule of M2PO, over all ranks together."""
-        timeout_s = self._config.step_timeout_s
-        moment = limit_second_moment(np.concatenate(await self._on_all("kept_log_ratios", timeout_s=timeout_s)), limit)
-        await self._on_all("limit_kept", moment.bound, timeout_s=timeout_s)
+        moment = limit_second_moment(np.concatenate(await self._on_all("kept_log_ratios")), limit)
+        await self._on_all("limit_kept", moment.bound)
         self._totals.second_moment = moment
 
     async def _train_on_kept(self, group_ids: Sequence[str]) -> None:
@@ -530,15 +527,13 @@ class FsdpLearner:
 
     async def _on_shares(self, method: str, shares: Sequence[Sequence[Any]], **kwargs: Any) -> list[Any]:
         """Run `method` on each rank with its share; return all results in one list, in the order of the ranks."""
-        self._check_usable()
-        calls = [rank.call.remote(method, share, **kwargs) for rank, share in zip(self._ranks, shares, strict=True)]
-        results = await self._gather(calls, method, self._config.step_timeout_s)
+        results = await self._on_each(method, shares, **kwargs)
         return [result for found in results for result in found or ()]
 
     async def _update_in_parts(self, normalizer: float, rate: float) -> list[UpdateRecord]:
         if self._rules.has_critic:
             started = time.monotonic()
-            await self._on_all("estimate_advantages", timeout_s=self._config.step_timeout_s)
+            await self._on_all("estimate_advantages")
             self._totals.prox_s += time.monotonic() - started
         if (limit := self._config.loss.second_moment_limit) is not None:
             await self._limit_second_moment(limit)
@@ -551,11 +546,11 @@ class FsdpLearner:
 
     async def forget_moments(self) -> None:
         """Let the optimizer begin again, with the weights as they are."""
-        await self._on_all("forget_moments", timeout_s=self._config.step_timeout_s)
+        await self._on_all("forget_moments")
 
     async def _set_entropy(self, control: EntropyControl) -> None:
         self._entropy = control
-        await self._on_all("set_entropy_bonus", control.bonus, timeout_s=self._config.step_timeout_s)
+        await self._on_all("set_entropy_bonus", control.bonus)
 
     async def _update(self, normalizer: float, rate: float, **which: Any) -> UpdateRecord:
         """`which`: see `LearnerRank.update`."""
@@ -566,7 +561,6 @@ class FsdpLearner:
             rate,
             skip=not self._totals.loss_is_finite(),
             **which,
-            timeout_s=self._config.step_timeout_s,
         )
         self._count_skipped(updates[0].skipped)
         return replace(updates[0], seconds=max(update.seconds for update in updates))
@@ -632,16 +626,17 @@ class FsdpLearner:
                 "skipped; lower learner.learning_rate, or look at rewards and log-probabilities of the last episodes"
             )
 
-    async def _on_all(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
+    async def _on_all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """`timeout_s`: None is `learner.step_timeout_s`."""
         self._check_usable()
         calls = [rank.call.remote(method, *args, **kwargs) for rank in self._ranks]
-        return await self._gather(calls, method, timeout_s)
+        return await self._gather(calls, method, timeout_s or self._config.step_timeout_s)
 
-    async def _on_each(self, method: str, arguments: Sequence[Any], *, timeout_s: float) -> list[Any]:
+    async def _on_each(self, method: str, arguments: Sequence[Any], **kwargs: Any) -> list[Any]:
         """Call `method` on each rank with an argument of its own."""
         self._check_usable()
-        calls = [rank.call.remote(method, each) for rank, each in zip(self._ranks, arguments, strict=True)]
-        return await self._gather(calls, method, timeout_s)
+        calls = [rank.call.remote(method, each, **kwargs) for rank, each in zip(self._ranks, arguments, strict=True)]
+        return await self._gather(calls, method, self._config.step_timeout_s)
 
     async def _on_rank(self, rank: int, method: str, *args: Any, timeout_s: float) -> Any:
         self._check_usable()
