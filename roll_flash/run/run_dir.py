@@ -25,8 +25,9 @@ from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.monitor.metrics import keep_steps_until
 from roll_flash.processes.gpus import is_cpu_installation
 from roll_flash.run.checkpoints.checksums import find_damage, has_checksums, write_checksums
+from roll_flash.run.checkpoints.folder import new_folder, replace_folder
 from roll_flash.run.config_changes import check_same_run
-from roll_flash.run.files import free_name, sync, sync_tree
+from roll_flash.run.files import free_name, sync_tree
 from roll_flash.run.journal import set_aside
 from roll_flash.run.origin import mark_as_own
 from roll_flash.run.scale_request import ANSWER, REQUEST
@@ -179,7 +180,7 @@ class RunDir:
             sync_tree(partial)
             if damage := find_damage(partial):
                 raise CheckpointError(f"{final}: read back from the disk, {damage}; check the disk, or set `runs`")
-            _replace_folder(partial, final)
+            replace_folder(partial, final)
         except OSError as error:
             raise CheckpointError(f"{final}: the checkpoint could not be written: {error}") from error
         finally:
@@ -312,7 +313,7 @@ def check_run_folder(config: Config, *, resume: bool) -> list[str]:
 
 def link_folder(source: Path, target: Path) -> None:
     """Replace `target` by the files of `source` as hard links, which outlive the source; copy them if the file system
-    has no hard links."""
+    has no hard links. Raises CheckpointError."""
 
     def link_or_copy(file: str, to: str) -> None:
         try:
@@ -324,14 +325,8 @@ def link_folder(source: Path, target: Path) -> None:
 
 
 def _copy_folder(source: Path, target: Path, copy_file: Callable[[str, str], object]) -> None:
-    """Replace `target` by a copy of `source`; it appears only when complete."""
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        shutil.copytree(source, partial, copy_function=copy_file)
-        _replace_folder(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with new_folder(target, replaces=True) as partial:
+        shutil.copytree(source, partial, copy_function=copy_file, dirs_exist_ok=True)
 
 
 def list_checkpoints(run_folder: Path) -> list[Checkpoint]:
@@ -492,17 +487,6 @@ def _lock(folder: Path, advice: str = "wait for it, stop it, or choose name=OTHE
     return file
 
 
-def _replace_folder(new: Path, final: Path) -> None:
-    """Rename `new` to `final`; remove the previous one only after the replacement."""
-    old = final.with_name(f"{final.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        final.rename(old)
-    new.rename(final)
-    sync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def require_new(target: str) -> Path:
     """Return the path of a folder to write. Raises ConfigError if there is one that is not empty."""
     folder = Path(target).expanduser()
@@ -515,12 +499,9 @@ def export_checkpoint(reference: str, target: str) -> tuple[Checkpoint, Path]:
     """Copy the Hugging Face folder of `RUN[@step]` to `target`, which appears only when complete.
 
     Raises ConfigError for an unknown run or a non-empty folder, CheckpointError for a checkpoint without a model or
-    with a damaged one.
+    with a damaged one, or a folder that cannot be written.
     """
     checkpoint, folder = find_model(reference), require_new(target)
     require_undamaged(checkpoint.hf)
-    try:
-        _copy_folder(checkpoint.hf, folder, shutil.copy2)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: could not be written: {error}") from error
+    _copy_folder(checkpoint.hf, folder, shutil.copy2)
     return checkpoint, folder

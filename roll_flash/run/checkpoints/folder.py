@@ -20,7 +20,7 @@ import msgspec
 from roll_flash.checked_files import Count, decode, read_checked
 from roll_flash.errors import CheckpointError
 from roll_flash.processes.background import begin_in_background, in_thread
-from roll_flash.run.files import sync
+from roll_flash.run.files import sync, sync_tree
 
 MANIFEST = "learner.json"
 _FORMAT = 1
@@ -43,17 +43,24 @@ def new_folder(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
         yield partial
-        for path in (*partial.rglob("*"), partial):
-            sync(path)
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
-        sync(folder.parent)
+        sync_tree(partial)
+        replace_folder(partial, folder)
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be written: {error}") from error
     finally:
         if partial.exists():
             shutil.rmtree(partial)
+
+
+def replace_folder(new: Path, final: Path) -> None:
+    """Rename `new` to `final`; remove the previous one only after the replacement."""
+    old = final.with_name(f"{final.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    new.rename(final)
+    sync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 class Manifest(msgspec.Struct):
