@@ -234,7 +234,7 @@ def operations(model: Any, rows: list[PackedRow], groups: list[list[TrainSequenc
     longest = [max(len(sequence.token_ids) for sequence in group) for group in groups]
     padded_tokens = sum(length * len(group) for length, group in zip(longest, groups, strict=True))
     padded_pairs = sum(n * (n + 1) // 2 * len(group) for n, group in zip(longest, groups, strict=True))
-    return packed, flops(model, padded_tokens, padded_pairs, sum(row.policy_tokens for row in rows))
+    return packed, flops(model, padded_tokens, padded_pairs, sum(len(row.target) for row in rows))
 
 
 def surroundings(policy: PolicyModel, rows: list[PackedRow]) -> dict[str, float]:

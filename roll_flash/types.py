@@ -193,11 +193,6 @@ class Trajectory:
         """Number of policy tokens in all samples."""
         return sum(int(sample.policy_mask.sum()) for sample in self.samples)
 
-    @property
-    def oldest_version(self) -> int:
-        """Version of the oldest policy token in any sample, used for the staleness bound."""
-        return min(int(sample.versions[sample.policy_mask].min()) for sample in self.samples)
-
 
 @dataclass(frozen=True, slots=True)
 class EpisodeFailure:
@@ -226,10 +221,6 @@ class Group:
     task: Task
     trajectories: tuple[Trajectory, ...]
     failures: tuple[EpisodeFailure, ...] = ()
-
-    @property
-    def oldest_version(self) -> int:
-        return min(trajectory.oldest_version for trajectory in self.trajectories)
 
     @property
     def policy_tokens(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,11 +25,6 @@ class Node:
     free: Mapping[str, float]
     gpus: Mapping[str, int] = field(default_factory=dict)
     """Bytes of memory of its GPUs by id, in the order in which Ray gives them out; empty if they are not known."""
-
-    def holds(self, wanted: Mapping[str, float]) -> float:
-        """Return how many parts fit if each takes `wanted`; infinity if `wanted` is empty."""
-        counts = (math.floor(self.free.get(name, 0.0) / amount + 1e-9) for name, amount in wanted.items())
-        return min(counts, default=math.inf)
 
 
 def own_node(resources: Mapping[str, float], gpus: Mapping[str, int]) -> Node:

@@ -63,7 +63,6 @@ class Settings:
     compares_replicas: bool = True
     """Advantages compare the replicas of a task; else all episodes of a step (reinforce++), or none (gae)."""
     max_new_tokens: int = 0
-    temperature: float = 1.0
     is_on_gpus: bool = False
 
     @classmethod
@@ -79,7 +78,6 @@ class Settings:
             async_ratio=_number(ratio, 1.0),
             compares_replicas=learner.get("advantage") not in ("reinforce++", "gae"),
             max_new_tokens=int(_number(rollout.get("max_new_tokens"), 0)),
-            temperature=_number(rollout.get("temperature"), 1.0),
             is_on_gpus=is_on_gpus,
         )
 

@@ -153,11 +153,6 @@ class GatewayServer:
         self._connections.session_ended(session.api_key)
         await session.end()
 
-    @property
-    def sessions(self) -> list[Session]:
-        """The open sessions."""
-        return list(self._sessions.values())
-
     def metrics(self) -> dict[str, float]:
         """Totals since the start. Forks and rewrites count only ended sessions."""
         counts = {f"gateway_{name}": float(count) for name, count in asdict(self._counts).items()}

@@ -175,10 +175,6 @@ class Relay:
         self.accepted = 0
         """Number of connections from inside so far."""
 
-    @property
-    def open_connections(self) -> int:
-        return len(self._connections)
-
     async def start(self) -> None:
         """Start listening. Raises SandboxStartError if the port is in use, SandboxDied if the sandbox has ended."""
         self._spawn(self._run())

@@ -209,7 +209,7 @@ def test_a_verifier_may_take_longer_than_a_session_may_be_idle(
         await say(http, key)
         scoring = asyncio.create_task(http.post("/v1/reward", json={}, headers=key))
         await until(lambda: routes.sessions_being_scored)
-        (session,) = routes.gateway.sessions
+        (session,) = routes.gateway._sessions.values()
         session.last_activity_s -= 1000
         await asyncio.sleep(0.3)
         go.touch()
@@ -271,7 +271,7 @@ def test_a_reward_that_comes_while_the_gateway_stops_disturbs_no_other_session(t
 def test_one_stop_string_of_a_session_is_one(tiny: TinyModel, tmp_path: Path) -> None:
     async def scenario(http: httpx.AsyncClient, routes: SessionRoutes) -> None:
         await opened(http, sampling={"stop": "END"})
-        (session,) = routes.gateway.sessions
+        (session,) = routes.gateway._sessions.values()
         assert session.settings.sampling is not None
         assert session.settings.sampling.stop == ("END",)
         for wrong in ({"stop": 5}, {"top_p": 0}):
@@ -359,7 +359,7 @@ def test_a_web_page_opens_no_session(
         sent = {"Content-Type": "application/json", **headers}
         answer = await http.post("/v1/sessions", content=b"{}", headers=sent)
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
-        assert routes.gateway.sessions == []
+        assert not routes.gateway._sessions
 
     assert alone(tiny, tmp_path, scenario) == []
 

@@ -84,7 +84,8 @@ def test_metadata_say_what_scheduling_and_learning_need() -> None:
     [about], _, _, _ = hand_in([sent])
     assert isinstance(about, FinishedEpisode)
     assert about.data is None
-    assert (about.policy_tokens, about.oldest_version) == (sent.policy_tokens, sent.oldest_version)
+    oldest = min(int(each.versions[each.policy_mask].min()) for each in sent.samples)
+    assert (about.policy_tokens, about.oldest_version) == (sent.policy_tokens, oldest)
     assert about.tokens == sum(len(sample.token_ids) for sample in sent.samples)
     assert (about.samples, about.turns, len(about.own_turns)) == (2, 3, 2)
     assert sum(tokens for tokens, _, _ in about.own_turns) == int(sent.policy_mask.sum())

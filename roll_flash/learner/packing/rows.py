@@ -87,10 +87,6 @@ class PackedRow:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    @property
-    def policy_tokens(self) -> int:
-        return len(self.target)
-
     def after_updates(self) -> NDArray[np.bool_]:
         """Return [M]: true for tokens whose server got new weights since their turn began. They were sampled from keys
         and values of earlier weights, as the learner never computes them."""
