@@ -32,7 +32,8 @@ def ending(count: Path, *how: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "tries"), [(["killed", "1", "0"], 0, 3), (["1", "130"], 130, 2), (["2"], 2, 1)]
+    ("how", "code", "tries"),
+    [(["killed", "1", "0"], 0, 3), (["1", "130"], 130, 2), (["2"], 2, 1), (["killed", "2", "0"], 0, 3)],
 )
 def test_it_is_started_again_until_it_is_done_or_stopped_or_refused(
     how: list[str], code: int, tries: int, tmp_path: Path

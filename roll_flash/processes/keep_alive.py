@@ -1,8 +1,9 @@
 """Starts a run again when it ends by itself, until it is done or a person has to decide.
 
 A run that ends with an error has saved what it can, and one that was killed has its journal: `--resume` goes on. What
-a restart cannot mend (a config that is refused, Ctrl-C, an error that comes again before another step) is left to a
-person.
+a restart cannot mend (a config that is refused at the first start, Ctrl-C, an error that comes again before another
+step) is left to a person. A later start that is refused has found the machine in another state, such as a Docker engine
+that does not answer for a moment.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ def keep_alive(
     Between starts it waits `first_pause_s`, and twice as long each time while there is no new step. A run that was told
     to stop is not started again, however it ended.
     """
-    without_progress, pause_s = 0, first_pause_s
+    without_progress, pause_s, ends = 0, first_pause_s, {DONE, USAGE_ERROR, INTERRUPTED}
     with _Stops() as stops:
         while True:
             before = progress()
             code = stops.run(command())
-            if code in (DONE, USAGE_ERROR, INTERRUPTED):
+            if code in ends:
                 return code
+            ends.discard(USAGE_ERROR)
             if stops.came:
                 return INTERRUPTED
             if progress() > before:
