@@ -141,6 +141,18 @@ def test_episodes_are_filtered_and_the_address_keeps_the_filter(page: Page, dash
     expect(page.locator("main")).to_contain_text("1 of 13")
 
 
+def test_an_environment_from_a_file_is_shown_without_the_folders_of_the_file(
+    page: Page, dashboard: Dashboard, run: RecordedRun
+) -> None:
+    mine = {"env_id": "/home/me/project/maze.py:Maze-v0", "task_id": "/home/me/project/maze.py:Maze-v0:7"}
+    run.step([trajectory("from-a-file", "g00000008", ["left"], **mine)])
+    show(page, dashboard, "episodes", env=mine["env_id"])
+    expect(page.locator("main")).to_contain_text("1 of 14")
+    expect(page.locator(".rows .row").last).to_contain_text(re.compile(r"^maze\.py:Maze-v0:7maze\.py:Maze-v0"))
+    page.locator(".rows a").first.click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("maze.py:Maze-v0:7")
+
+
 def test_a_long_table_has_only_the_rows_that_are_seen(page: Page, dashboard: Dashboard, run: RecordedRun) -> None:
     run.step([trajectory(f"many-{n:04}", "g00000007", ["a" * (n % 50 + 1)], reward=n / 1000) for n in range(1000)])
     show(page, dashboard, "episodes", sort="reward", descending="true")
@@ -261,7 +273,7 @@ def test_a_group_shows_its_replicas_and_where_they_first_differ(page: Page, dash
 
 def test_the_timeline_zooms_to_a_turn_by_keys_and_opens_an_episode(page: Page, dashboard: Dashboard) -> None:
     show(page, dashboard, "timeline")
-    expect(page.get_by_role("region", name="busy")).to_contain_text("accumulate")
+    expect(page.get_by_role("region", name="busy")).to_contain_text("learner: gradient")
     expect(page.get_by_role("region", name="busy")).to_contain_text("stage judge")
     expect(page.get_by_role("region", name="gaps")).to_contain_text("6.00 s")
     canvas = page.locator(".canvas canvas")

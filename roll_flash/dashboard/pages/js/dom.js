@@ -97,6 +97,11 @@ export function outcome(episode) {
   return badge(`${sign} ${episode.outcome || "ended"}`, kind);
 }
 
+// An environment's id or a task's without the folders of its file.
+export function brief(id) {
+  return id.replace(/^.*\/(?=[^/]*\.py:)/, "");
+}
+
 export function sparkline(values, width = 96, height = 22) {
   const svg = document.createElementNS(SVG, "svg");
   for (const [name, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true", class: "spark" })) {

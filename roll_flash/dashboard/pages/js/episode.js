@@ -1,7 +1,7 @@
 // One episode: its conversation by turn, each sampled token in a colour: log-probability, age, advantage, ...
 
 import { get } from "./api.js";
-import { badge, card, clock, folded, h, link, number, outcome, panel, plain, seconds, table } from "./dom.js";
+import { badge, brief, card, clock, folded, h, link, number, outcome, panel, plain, seconds, table } from "./dom.js";
 import { fate } from "./episodes.js";
 
 const COLOURS = [["none", "none"], ["logprob", "log-probability"], ["age", "age"], ["version", "version"], ["advantage", "advantage"], ["difference", "learner minus sampler"]];
@@ -23,7 +23,7 @@ export async function show(main, query, page) {
   };
   const legend = h("span", { class: "scale" }, drawLegend(by));
   main.replaceChildren(
-    h("div", { class: "heading" }, h("h1", {}, episode.task), outcome(episode), h("p", { class: "muted path" }, episode.id)),
+    h("div", { class: "heading" }, h("h1", {}, brief(episode.task)), outcome(episode), h("p", { class: "muted path" }, episode.id)),
     episode.message ? h("p", { class: "notice warn" }, `turn ${episode.failed_turn}, attempt ${(episode.attempt ?? 0) + 1}: ${episode.message}`) : "",
     h("div", { class: "cards" }, cards(run, episode)),
     replicas(run, episode),

@@ -1,7 +1,7 @@
 // The replicas of a task side by side, and where they first differ.
 
 import { get } from "./api.js";
-import { folded, h, link, number, outcome } from "./dom.js";
+import { brief, folded, h, link, number, outcome } from "./dom.js";
 import { fate } from "./episodes.js";
 
 const SHOWN = 4000;
@@ -15,7 +15,7 @@ export async function show(main, query, page) {
   const task = replicas[0].episode;
   const prompt = task.samples[0].messages.filter((message, place, all) => place < all.findIndex((each) => each.turn !== null && each.turn !== undefined));
   main.replaceChildren(
-    h("div", { class: "heading" }, h("h1", {}, task.task), h("p", { class: "muted path" }, `${found.group} · ${task.env} · ${fate(task)}`)),
+    h("div", { class: "heading" }, h("h1", {}, brief(task.task)), h("p", { class: "muted path" }, `${found.group} · ${brief(task.env)} · ${fate(task)}`)),
     h("p", { class: "notice" }, played.length < 2 ? "One replica has turns; there is nothing to compare yet."
       : fork ? `The replicas first differ in turn ${fork.turn + 1}, at character ${number(fork.character + 1)}.` : "All replicas wrote the same."),
     folded(`Prompt: ${(prompt.at(-1)?.text ?? "").slice(0, 100)}`, ...prompt.map((message) => h("article", { class: "message" }, h("header", {}, h("b", {}, message.role)), h("pre", { tabindex: "0" }, message.text)))),
