@@ -21,6 +21,7 @@ from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.monitor.status import new_status, write
 from roll_flash.run.learner_logprobs import write_logprobs
+from roll_flash.types import Task
 
 HOSTILE = '"><img src=x onerror="document.title=1"><script>document.title=2</script><style>*{display:none}</style>'
 VIEWS: dict[str, dict[str, Any]] = {
@@ -144,9 +145,9 @@ def test_episodes_are_filtered_and_the_address_keeps_the_filter(page: Page, dash
 def test_an_environment_from_a_file_is_shown_without_the_folders_of_the_file(
     page: Page, dashboard: Dashboard, run: RecordedRun
 ) -> None:
-    mine = {"env_id": "/home/me/project/maze.py:Maze-v0", "task_id": "/home/me/project/maze.py:Maze-v0:7"}
-    run.step([trajectory("from-a-file", "g00000008", ["left"], **mine)])
-    show(page, dashboard, "episodes", env=mine["env_id"])
+    env = "/home/me/project/maze.py:Maze-v0"
+    run.step([trajectory("from-a-file", "g00000008", ["left"], task=Task(f"{env}:7", env, 7, {}))])
+    show(page, dashboard, "episodes", env=env)
     expect(page.locator("main")).to_contain_text("1 of 14")
     expect(page.locator(".rows .row").last).to_contain_text(re.compile(r"^maze\.py:Maze-v0:7maze\.py:Maze-v0"))
     page.locator(".rows a").first.click()
@@ -266,8 +267,10 @@ def test_commands_in_the_sandbox_are_shown_with_their_output(
 
 def test_a_group_shows_its_replicas_and_where_they_first_differ(page: Page, dashboard: Dashboard) -> None:
     show(page, dashboard, "group")
-    expect(page.locator("main")).to_contain_text("The replicas first differ in turn 2, at character 15.")
+    # Turns count from 0, as in `replay --at-turn`.
+    expect(page.locator("main")).to_contain_text("The replicas first differ in turn 1, at character 15.")
     expect(page.locator(".replica")).to_have_count(4)
+    expect(page.get_by_role("link", name="Replica r2")).to_be_visible()
     expect(page.locator("mark.fork")).to_have_count(4)
 
 
@@ -300,7 +303,7 @@ def test_the_mouse_names_what_it_is_over_and_a_click_opens_it(page: Page, dashbo
         canvas.hover(position={"x": 170, "y": y})
         if page.locator(".tip").is_visible() and "turn" in page.locator(".tip").inner_text():
             break
-    expect(page.locator(".tip")).to_contain_text("turn 1 of g00000000-r")
+    expect(page.locator(".tip")).to_contain_text("turn 0 of g00000000-r")
     canvas.click(position={"x": 170, "y": y})
     expect(page.locator("main")).to_have_attribute("data-shown", "episode")
 

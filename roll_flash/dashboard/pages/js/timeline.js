@@ -249,7 +249,7 @@ class Timeline {
     const text = `${episode.id}: ${brief(episode.env)}, ${episode.outcome}, reward ${number(episode.reward)}, ${seconds(episode.end_s - episode.begin_s)}`;
     this.box(episode.begin_s, episode.end_s, top, LANE, name, { id: episode.id, text }, episode.turns?.length ? 0.3 : 0.8);
     (episode.turns ?? []).forEach(([begin, answered, stepped, server], i) => {
-      const which = `turn ${i + 1} of ${episode.id}`;
+      const which = `turn ${i} of ${episode.id}`;
       this.box(begin, answered, top + 2, LANE - 4, "--c3", { id: episode.id, text: `${which}: the model${server ? ` on ${server}` : ""}, ${seconds(answered - begin)}` });
       this.box(answered, stepped, top + 2, LANE - 4, "--c2", { id: episode.id, text: `${which}: the environment, ${seconds(stepped - answered)}` });
     });
