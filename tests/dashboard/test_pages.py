@@ -108,6 +108,23 @@ def test_the_overview_says_what_the_run_does_now(page: Page, dashboard: Dashboar
     expect(page.locator("header .badge")).to_have_text("failed")
 
 
+def test_an_overview_that_was_opened_before_the_run_said_anything_follows_it_to_its_end(
+    page: Page, dashboard: Dashboard, run: RecordedRun
+) -> None:
+    show(page, dashboard, "overview")
+    now = page.locator("section", has=page.get_by_role("heading", name="Now"))
+    expect(now).to_have_count(0)
+    status = new_status("recorded", 20)
+    write(run.folder, replace(status, state="running", waits_for="2 groups"))
+    expect(now).to_contain_text("The step waits for 2 groups.")
+    run.evaluation(3)
+    (run.folder / "summary.json").write_text('{"steps": 4}')
+    write(run.folder, replace(status, state="done"))
+    expect(page.locator(".card").first).to_contain_text("done")
+    expect(page.get_by_role("link", name="recorded/step_3")).to_be_visible()
+    expect(page.get_by_role("heading", name="Summary")).to_be_visible()
+
+
 def test_the_overview_names_what_goes_wrong_while_the_run_goes_on(
     page: Page, dashboard: Dashboard, run: RecordedRun
 ) -> None:
