@@ -60,6 +60,17 @@ def test_the_list_of_runs_has_the_scores_of_evaluations(run: RecordedRun) -> Non
     assert cards["run"]["reward"] == 0.5
 
 
+def test_a_run_with_damaged_files_is_named_beside_the_others(run: RecordedRun) -> None:
+    damaged = run.folder.parent / "damaged"
+    damaged.mkdir()
+    (damaged / "config.yaml").write_bytes(b"\xa6\xff")
+    with serving(run.folder.parent) as dashboard:
+        found = dashboard.get("runs")
+    assert [card["name"] for card in found["runs"]] == ["recorded"]
+    (error,) = found["errors"]
+    assert error.startswith(f"{damaged}: its files are not as a run writes them: ")
+
+
 def test_a_run_says_itself_what_it_does(run: RecordedRun) -> None:
     status = new_status("recorded", 20)
     news = [News(time_s=BEGIN_S, text="server 0 is back")]
