@@ -14,7 +14,7 @@ export const CHARTS = [
   ["Time of a step", "seconds", [["step_s", "step", 1], ["weights/total_s", "publication", 5]]],
   ["Length", "per episode", [["tokens_mean", "tokens", 1]]],
   ["Policy", "entropy, norm of the gradient", [["entropy", "entropy", 3], ["grad_norm", "gradient norm", 4]]],
-  ["Groups without signal", "fraction of a step's groups", [["groups_without_signal", "without signal", 2]]],
+  ["Groups without signal", "per step", [["groups_without_signal", "without signal", 2]]],
 ];
 
 // Time between two diagnoses, which read many episodes.
