@@ -37,16 +37,9 @@ def write_project(folder: str, kind: str, model: str) -> Project:
 
     Raises ConfigError for another kind, an invalid name, or a folder that is not empty.
     """
-    if kind not in ABOUT:
-        raise ConfigError(f"--kind {kind}: choose one of {', '.join(ABOUT)}")
-    path = require_new(folder).resolve()
-    name = path.name
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r}: a name is letters, digits and hyphens, such as word-count")
-    module = name.replace("-", "_").lower()
-    if keyword.iskeyword(module):
-        raise ConfigError(f"{name!r} is a word of Python; choose another name")
-    class_name = "".join(part[:1].upper() + part[1:] for part in re.split("[-_]", name))
+    require_kind(kind)
+    path, module = require_place(folder)
+    class_name = "".join(part[:1].upper() + part[1:] for part in re.split("[-_]", path.name))
     words = {"project": module.replace("_", "-"), "module": module, "cls": class_name, "id": f"{class_name}-v0"}
     words |= {"model": json.dumps(model), "length": str(_LENGTHS.get(model, _LENGTH))}
     words["engine"] = _ENGINE if model == "tiny" else ""
@@ -55,6 +48,24 @@ def write_project(folder: str, kind: str, model: str) -> Project:
     for file, text in files.items():
         (path / file).write_text(text)
     return Project(path, tuple(files))
+
+
+def require_kind(kind: str) -> None:
+    """Raises ConfigError for a kind that is not in ABOUT."""
+    if kind not in ABOUT:
+        raise ConfigError(f"--kind {kind}: choose one of {', '.join(ABOUT)}")
+
+
+def require_place(folder: str) -> tuple[Path, str]:
+    """Return where a project is written, and its module's name. Raises ConfigError if it cannot be one's."""
+    path = require_new(folder).resolve()
+    name = path.name
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name!r}: a name is letters, digits and hyphens, such as word-count")
+    module = name.replace("-", "_").lower()
+    if keyword.iskeyword(module):
+        raise ConfigError(f"{name!r} is a word of Python; choose another name")
+    return path, module
 
 
 def _data(_: str) -> dict[str, str]:

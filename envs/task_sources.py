@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from roll_flash.config.tree import Config, EnvConfig, ModelConfig
 from roll_flash.config.user_code import load_object
-from roll_flash.errors import ConfigError, RollFlashError, RunError, first_line
+from roll_flash.errors import ConfigError, DataError, RollFlashError, RunError, TaskError, first_line
 from roll_flash.scheduling.tasks import CurriculumTasks, MixedTasks, SeedTasks, TaskSource
 from roll_flash.types import Task
 
@@ -114,7 +114,8 @@ def _call(entry_point: str, env: EnvConfig, kwargs: Mapping[str, Any]) -> TaskSo
     try:
         source = load_object(entry_point)(env, **kwargs)
     except RollFlashError as error:
-        raise ConfigError(f"envs: {'' if env.data else 'task_source: '}{error}") from None
+        kind = DataError if env.data else TaskError
+        raise kind(f"envs: {'' if env.data else 'task_source: '}{error}") from None
     except Exception as error:  # user code may raise anything
         what = f"data {env.data.path}" if env.data else f"task_source: {entry_point}"
         raise ConfigError(f"envs: {what} raised {type(error).__name__}: {first_line(error)}") from error

@@ -25,6 +25,24 @@ class ConfigError(RollFlashError):
     exit_code = 2
 
 
+class KeysError(ConfigError):
+    """Keys or values of the config are none that it has."""
+
+    page = "docs/config.md"
+
+
+class TaskError(ConfigError):
+    """An environment or a task source of the config cannot be used."""
+
+    page = "docs/environments.md"
+
+
+class DataError(TaskError):
+    """The rows of a data set cannot be used."""
+
+    page = "docs/data.md"
+
+
 class ModelError(ConfigError):
     """The model folder is missing, incomplete or not usable."""
 

@@ -150,7 +150,9 @@ class Trainer:
         with doing("the copy of the last checkpoint", "it is not written"):
             await system.checkpoints.copied()
         self._progress.note("closing servers, workers and Ray (usually 5-30 s)")
-        summary = summarize(system.run_dir.folder, before=before, after=after, books=system.rollout.books())
+        with doing("the summary", "it is not written"):  # draws a plot and reads many episodes
+            books = system.rollout.books()
+            summary = await asyncio.to_thread(summarize, system.run_dir.folder, before=before, after=after, books=books)
         system.metrics.exports.finish(summary)
         return summary
 

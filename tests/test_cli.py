@@ -140,9 +140,21 @@ def test_tab_offers_the_names_of_runs(tmp_path: Path) -> None:
     assert done.stdout.split() == ["maze", "maze-seed1"]
 
 
-def test_an_error_names_the_page_that_tells_more(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", config_file(model={"path": "/no/such/model"}), "--dry-run"]) == 2
-    assert capsys.readouterr().err.rstrip().endswith("(see docs/models.md)")
+@pytest.mark.parametrize(
+    ("override", "page"),
+    [
+        ("model.path=/no/such/model", "models"),
+        ("stepz=3", "config"),
+        ("envs.0.id=nothing.py:Nothing-v0", "environments"),
+        ("envs.0={id: Dataset-v0, data: nothing.jsonl, reward: exact}", "data"),
+    ],
+)
+def test_an_error_names_the_page_that_tells_more(capsys: pytest.CaptureFixture[str], override: str, page: str) -> None:
+    assert main(["train", config_file(), override, "--dry-run"]) == 2
+    assert capsys.readouterr().err.rstrip().endswith(f"(see docs/{page}.md)")
+
+
+def test_the_pages_that_errors_name_are_there() -> None:
     pages = {each.page for each in _errors(RollFlashError)} - {None}
     assert len(pages) >= 6
     assert all((ROOT / str(page)).is_file() for page in pages)

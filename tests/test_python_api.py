@@ -263,8 +263,10 @@ def test_the_example_runs_in_the_cells_of_a_notebook(tmp_path: Path) -> None:
 
 LOOKS = """
 import sys
+import threading
 import psutil
 import roll_flash
+import roll_flash.trainer
 
 def look(step, metrics):
     started = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True)]
@@ -272,7 +274,15 @@ def look(step, metrics):
     print([line for line in started if "dashboard.py" in line or "monitor.py" in line])
 
 config = roll_flash.load_config(sys.argv[1], [f"runs={sys.argv[2]}", "steps=1"])
+summarize, driver = roll_flash.trainer.summarize, []
+
+def in_which_thread(*args, **kwargs):
+    driver.append(threading.current_thread() is threading.main_thread())
+    return summarize(*args, **kwargs)
+
+roll_flash.trainer.summarize = in_which_thread
 roll_flash.train(config, on_step=look)
+print("the summary holds up the driver:", driver)
 """
 
 
@@ -284,3 +294,4 @@ def test_a_run_starts_and_imports_only_what_it_uses(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert "False True\n[]\n" in done.stdout
+    assert "the summary holds up the driver: [False]" in done.stdout

@@ -232,8 +232,8 @@ def test_two_processes_cannot_share_a_run_folder(tmp_path: Path) -> None:
 def test_a_full_disk_is_noticed_before_anything_starts_and_leaves_the_name_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roll_flash.run.run_dir.MIN_FREE_BYTES", 1 << 60)
-    with pytest.raises(RunError, match="GiB are needed"):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Mock(free=5 << 20))
+    with pytest.raises(RunError, match="1,024 MiB are needed on this disk but only 5 MiB are free"):
         RunDir.create(config(tmp_path), resume=False)
     monkeypatch.undo()
     RunDir.create(config(tmp_path), resume=False).close()

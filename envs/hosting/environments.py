@@ -21,7 +21,7 @@ from roll_flash.config.tree import RolloutConfig
 from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.base import Env, SandboxEnv
 from roll_flash.envs.registration import make_env
-from roll_flash.errors import ConfigError, EnvError
+from roll_flash.errors import ConfigError, EnvError, TaskError
 from roll_flash.types import Message, Task, as_reward
 
 QUICK_MAKE_S = 1e-3
@@ -63,10 +63,10 @@ def _checked(task: Task, rollout: RolloutConfig, no_roles: str) -> Any:
             raise ConfigError(f"{task.env_id}: {reason}")
         return env
     except ConfigError as error:
-        raise ConfigError(f"envs: {error}") from None
+        raise TaskError(f"envs: {error}") from None
     except Exception as error:  # user code may raise anything
         with_kwargs = f"{task.env_id!r} with kwargs {dict(task.kwargs)}"
-        raise ConfigError(f"envs: {with_kwargs}: {type(error).__name__}: {error}") from None
+        raise TaskError(f"envs: {with_kwargs}: {type(error).__name__}: {error}") from None
 
 
 def _check_timeouts(env_id: str, env: Env, rollout: RolloutConfig) -> None:

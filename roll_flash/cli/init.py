@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from roll_flash.cli.options import Json, Text, argument, option, show
+from roll_flash.errors import ConfigError
 
 FOLDER, KIND, MODEL = "my-project", "data", "smollm2-135m"
 
@@ -25,12 +27,12 @@ def init(
 
     Asks for what is not given; without a terminal it takes my-project, data and smollm2-135m.
     """
-    from roll_flash.envs.new_project import ABOUT, write_project
+    from roll_flash.envs.new_project import ABOUT, require_kind, require_place, write_project
 
-    folder = folder or _ask("Folder of the project", FOLDER)
+    folder = folder or _ask("Folder of the project", FOLDER, require_place)
     if kind is None:
         _tell("What do you have?", *(f"  {name}: {about}" for name, about in ABOUT.items()))
-        kind = _ask("data, environment or tools", KIND)
+        kind = _ask("data, environment or tools", KIND, require_kind)
     model = model or _ask("Which model? smollm2-135m, tiny (random, for tests), ORG/NAME of a hub, or a folder", MODEL)
     project = write_project(folder, kind, model)
     text = (
@@ -50,11 +52,18 @@ def _tell(*lines: str) -> None:
             say(line, error=True)
 
 
-def _ask(question: str, default: str) -> str:
-    """Return the answer; the default if there is nobody to ask. Raises KeyboardInterrupt after Ctrl-C or Ctrl-D."""
-    if not sys.stdin.isatty():
-        return default
-    try:
-        return str(typer.prompt(question, default=default, err=True))
-    except typer.Abort:
-        raise KeyboardInterrupt from None
+def _ask(question: str, default: str, check: Callable[[str], object] = str) -> str:
+    """Return the first answer that passes; the default if there is nobody to ask.
+
+    Raises KeyboardInterrupt after Ctrl-C or Ctrl-D.
+    """
+    while sys.stdin.isatty():
+        try:
+            answer = str(typer.prompt(question, default=default, err=True))
+            check(answer)
+            return answer
+        except typer.Abort:
+            raise KeyboardInterrupt from None
+        except ConfigError as error:
+            _tell(str(error))
+    return default

@@ -36,7 +36,7 @@ from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.sections.learner import LearnerConfig, WarmStartConfig
 from roll_flash.config.sections.scheduler import SchedulerConfig
 from roll_flash.config.sections.stages import Stages
-from roll_flash.errors import ConfigError
+from roll_flash.errors import ConfigError, KeysError
 
 STALL_MARGIN_S = 60.0
 """Extra seconds of the stall timeout, for the delay until a busy machine reports the end of an episode."""
@@ -574,7 +574,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{label}: {line}" for line in explain_all(error.errors(), Config))) from None
+        raise KeysError("\n".join(f"{label}: {line}" for line in explain_all(error.errors(), Config))) from None
 
 
 def _refuse_moved(overrides: Sequence[str]) -> None:

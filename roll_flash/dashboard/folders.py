@@ -115,14 +115,15 @@ class Source:
             path.stat().st_mtime for path in (self.folder / FILE_NAME, *self._episode_files()[-1:]) if path.exists()
         ]
         model = config.get("model") if isinstance(config, dict) else None
+        scores = {} if self.is_run else self.summary() or {}
         return {
             "name": self.name,
             "kind": "run" if self.is_run else "evaluation",
             "state": self.state,
             "step": last.get("step"),
             "steps": config.get("steps") if self.is_run else None,
-            "reward": last.get(REWARD),
-            "success": last.get(SUCCESS),
+            "reward": last.get(REWARD, _value(scores.get("reward"))),
+            "success": last.get(SUCCESS, _value(scores.get("success"))),
             "recent": [row[REWARD] for row in rows if row.get(REWARD) is not None],
             "written_s": max(written, default=None),
             "model": model.get("path") if isinstance(model, dict) else None,
@@ -178,6 +179,11 @@ def experiment(config: Mapping[str, Any]) -> str:
 def _read_yaml(path: Path, modified_ns: int) -> Any:
     """Read a file, once as long as it does not change: it takes milliseconds, and an answer may need it ten times."""
     return load_yaml(read_checked(path))
+
+
+def _value(score: Any) -> Any:
+    """Return the figure of a score with an interval; None where there is no such score."""
+    return score.get("value") if isinstance(score, dict) else None
 
 
 def _run_of(folder: Path) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from pathlib import Path
@@ -259,7 +260,7 @@ def _explain(request: Request, error: Exception) -> Response:
     status = next((status for kind, status in kinds.items() if isinstance(error, kind)), 500)
     reason = _reason(error)
     if isinstance(error, CONTENT_ERRORS) and not isinstance(error, RollFlashError) and not hasattr(error, "errors"):
-        reason = f"{request.query_params.get('run', '?')}: its files are not as a run writes them: {reason}"
+        reason = f"{request.query_params.get('run', '?')}: {reason}"
     return Response(msgspec.json.encode({"error": reason}), status, media_type="application/json")
 
 
@@ -268,7 +269,10 @@ def _reason(error: BaseException) -> str:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, RequestValidationError) or hasattr(error, "errors"):
         return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-    return first_line(error) if isinstance(error, RollFlashError) else f"{type(error).__name__}: {first_line(error)}"
+    if isinstance(error, RollFlashError):
+        return first_line(error)
+    text = f"{type(error).__name__}: {first_line(error)}"
+    return f"its files are not as a run writes them: {text}" if isinstance(error, CONTENT_ERRORS) else text
 
 
 def bind(port: int) -> socket.socket:
@@ -281,7 +285,8 @@ def bind(port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         bound.close()
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"port {port}: {reason}; is another dashboard there? choose another with --port") from None
+        other = "is another dashboard there? " if getattr(error, "errno", None) == errno.EADDRINUSE else ""
+        raise ConfigError(f"port {port}: {reason}; {other}choose another with --port") from None
     return bound
 
 

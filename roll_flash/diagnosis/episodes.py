@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import chain
+
+import numpy as np
 
 from roll_flash.diagnosis.findings import Evidence, Finding, quoted
 from roll_flash.diagnosis.run_view import Episode, RunView
@@ -24,6 +27,8 @@ WHOLE_EPISODES = 8
 """Episodes without a cut answer, at least: the mean reward of two or three is chance."""
 CUT_LOSS = 0.5
 """Mean reward of cut episodes as a share of that of the others (both above the smallest reward)."""
+RISE_ERRORS = 2.0
+"""Standard errors by which the mean reward of the later half of the episodes is above that of the earlier half."""
 REPEATED = 0.5
 """Share of a text that repeats itself: prose and code have less than 0.3, loops nearly 1."""
 REPEATING_EPISODES = 0.2
@@ -115,6 +120,8 @@ def clipped_answers(view: RunView) -> Finding | None:
     mean_cut, mean_whole = sum(cut) / len(cut), sum(whole) / len(whole)
     if mean_cut - least > CUT_LOSS * (mean_whole - least) or mean_whole <= least:
         return None
+    if _rises([reward for reward, _ in read]):
+        return None  # the model is learning to be brief
     span = _span(view.episodes)
     return Finding(
         "clipped-answers",
@@ -128,6 +135,13 @@ def clipped_answers(view: RunView) -> Finding | None:
         ),
         "Raise rollout.max_new_tokens (and model.max_length), or ask for shorter answers",
     )
+
+
+def _rises(rewards: Sequence[float]) -> bool:
+    """True if the mean of the later half is higher by more than noise."""
+    halves = np.array_split(np.asarray(rewards), 2)
+    noise = math.sqrt(sum(half.var() / half.size for half in halves))
+    return bool(halves[1].mean() - halves[0].mean() > RISE_ERRORS * noise)
 
 
 def repeated_text(view: RunView) -> Finding | None:

@@ -44,7 +44,7 @@ def find(view: RunView) -> list[Finding]:
     return sorted(found, key=lambda finding: finding.severity != "error")
 
 
-def diagnose(run_folder: Path) -> list[Finding]:
+def diagnose(run_folder: Path | str) -> list[Finding]:
     """Read the folder of a run and return its problems, the most important first. Raises RunError, with one line, for a
     folder that is none, cannot be read, or is damaged."""
-    return find(read_run(run_folder))
+    return find(read_run(Path(run_folder)))

@@ -186,7 +186,7 @@ async def _play_here(plan: ReplayPlan) -> None:
             return  # its prompt is its agent's
         last = await _bring(env, plan)
         is_over = last is not None and (last.terminated or last.truncated)
-        say(f"{plan.turn} of {len(plan.record['turns'])} turns are as recorded")
+        say(f"{plan.turn} of {len(plan.record['turns'])} turns played again, as recorded")
         if not plan.interactive:
             return
         lines = Lines()

@@ -454,7 +454,7 @@ def _require_space(folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise RunError(
-            f"{folder}: {num_bytes / 2**30:.1f} GiB are needed on this disk but only {free / 2**30:.1f} GiB "
+            f"{folder}: {num_bytes / 2**20:,.0f} MiB are needed on this disk but only {free / 2**20:,.0f} MiB "
             "are free; free some or set `runs` to a folder on another disk"
         )
 

@@ -16,6 +16,8 @@ from roll_flash.dashboard.guard import address, new_token
 from roll_flash.dashboard.server import bind, make_app, make_server
 
 STOP_TIMEOUT_S = 60.0
+MOST_QUESTIONS = 500
+"""Each waits `server.WAIT_S` for the index."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,14 @@ class Dashboard:
             client.get("/", params={"token": self.token}).raise_for_status()
             yield client
 
-    def get(self, path: str, **query: Any) -> Any:
-        """Return what the page would be told."""
+    def get(self, path: str, *, once: bool = False, **query: Any) -> Any:
+        """Return what the page would be told: like the page, ask again until the episodes are read, or only `once`."""
         with self.client() as client:
-            return client.get(f"/api/{path}", params=query).raise_for_status().json()
+            for _ in range(MOST_QUESTIONS):
+                answer = client.get(f"/api/{path}", params=query).raise_for_status().json()
+                if once or not isinstance(answer, dict) or answer.get("is_complete", True):
+                    return answer
+        raise TimeoutError(f"{path}: the episodes were not read in {MOST_QUESTIONS} requests")
 
 
 @contextmanager

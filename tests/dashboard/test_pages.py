@@ -21,6 +21,7 @@ from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.monitor.status import new_status, write
 from roll_flash.run.learner_logprobs import write_logprobs
+from roll_flash.types import Task
 
 HOSTILE = '"><img src=x onerror="document.title=1"><script>document.title=2</script><style>*{display:none}</style>'
 VIEWS: dict[str, dict[str, Any]] = {
@@ -107,6 +108,23 @@ def test_the_overview_says_what_the_run_does_now(page: Page, dashboard: Dashboar
     expect(page.locator("header .badge")).to_have_text("failed")
 
 
+def test_an_overview_that_was_opened_before_the_run_said_anything_follows_it_to_its_end(
+    page: Page, dashboard: Dashboard, run: RecordedRun
+) -> None:
+    show(page, dashboard, "overview")
+    now = page.locator("section", has=page.get_by_role("heading", name="Now"))
+    expect(now).to_have_count(0)
+    status = new_status("recorded", 20)
+    write(run.folder, replace(status, state="running", waits_for="2 groups"))
+    expect(now).to_contain_text("The step waits for 2 groups.")
+    run.evaluation(3)
+    (run.folder / "summary.json").write_text('{"steps": 4}')
+    write(run.folder, replace(status, state="done"))
+    expect(page.locator(".card").first).to_contain_text("done")
+    expect(page.get_by_role("link", name="recorded/step_3")).to_be_visible()
+    expect(page.get_by_role("heading", name="Summary")).to_be_visible()
+
+
 def test_the_overview_names_what_goes_wrong_while_the_run_goes_on(
     page: Page, dashboard: Dashboard, run: RecordedRun
 ) -> None:
@@ -139,6 +157,18 @@ def test_episodes_are_filtered_and_the_address_keeps_the_filter(page: Page, dash
     page.get_by_label("Outcome").select_option("failed")
     expect(page.locator(".rows")).to_contain_text("env_error")
     expect(page.locator("main")).to_contain_text("1 of 13")
+
+
+def test_an_environment_from_a_file_is_shown_without_the_folders_of_the_file(
+    page: Page, dashboard: Dashboard, run: RecordedRun
+) -> None:
+    env = "/home/me/project/maze.py:Maze-v0"
+    run.step([trajectory("from-a-file", "g00000008", ["left"], task=Task(f"{env}:7", env, 7, {}))])
+    show(page, dashboard, "episodes", env=env)
+    expect(page.locator("main")).to_contain_text("1 of 14")
+    expect(page.locator(".rows .row").last).to_contain_text(re.compile(r"^maze\.py:Maze-v0:7maze\.py:Maze-v0"))
+    page.locator(".rows a").first.click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("maze.py:Maze-v0:7")
 
 
 def test_a_long_table_has_only_the_rows_that_are_seen(page: Page, dashboard: Dashboard, run: RecordedRun) -> None:
@@ -254,14 +284,16 @@ def test_commands_in_the_sandbox_are_shown_with_their_output(
 
 def test_a_group_shows_its_replicas_and_where_they_first_differ(page: Page, dashboard: Dashboard) -> None:
     show(page, dashboard, "group")
-    expect(page.locator("main")).to_contain_text("The replicas first differ in turn 2, at character 15.")
+    # Turns count from 0, as in `replay --at-turn`.
+    expect(page.locator("main")).to_contain_text("The replicas first differ in turn 1, at character 15.")
     expect(page.locator(".replica")).to_have_count(4)
+    expect(page.get_by_role("link", name="Replica r2")).to_be_visible()
     expect(page.locator("mark.fork")).to_have_count(4)
 
 
 def test_the_timeline_zooms_to_a_turn_by_keys_and_opens_an_episode(page: Page, dashboard: Dashboard) -> None:
     show(page, dashboard, "timeline")
-    expect(page.get_by_role("region", name="busy")).to_contain_text("accumulate")
+    expect(page.get_by_role("region", name="busy")).to_contain_text("learner: gradient")
     expect(page.get_by_role("region", name="busy")).to_contain_text("stage judge")
     expect(page.get_by_role("region", name="gaps")).to_contain_text("6.00 s")
     canvas = page.locator(".canvas canvas")
@@ -288,7 +320,7 @@ def test_the_mouse_names_what_it_is_over_and_a_click_opens_it(page: Page, dashbo
         canvas.hover(position={"x": 170, "y": y})
         if page.locator(".tip").is_visible() and "turn" in page.locator(".tip").inner_text():
             break
-    expect(page.locator(".tip")).to_contain_text("turn 1 of g00000000-r")
+    expect(page.locator(".tip")).to_contain_text("turn 0 of g00000000-r")
     canvas.click(position={"x": 170, "y": y})
     expect(page.locator("main")).to_have_attribute("data-shown", "episode")
 

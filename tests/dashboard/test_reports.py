@@ -52,6 +52,25 @@ def test_runs_are_listed_with_their_state_and_new_ones_appear(run: RecordedRun) 
         assert dashboard.get("run", run="other")["summary"] == {"steps": 1}
 
 
+def test_the_list_of_runs_has_the_scores_of_evaluations(run: RecordedRun) -> None:
+    (run.evaluation(2) / "results.json").write_text('{"success": {"value": 0.5}, "reward": {"value": 0.25}}')
+    with serving(run.folder) as dashboard:
+        cards = {card["kind"]: card for card in dashboard.get("runs")["runs"]}
+    assert (cards["evaluation"]["reward"], cards["evaluation"]["success"]) == (0.25, 0.5)
+    assert cards["run"]["reward"] == 0.5
+
+
+def test_a_run_with_damaged_files_is_named_beside_the_others(run: RecordedRun) -> None:
+    damaged = run.folder.parent / "damaged"
+    damaged.mkdir()
+    (damaged / "config.yaml").write_bytes(b"\xa6\xff")
+    with serving(run.folder.parent) as dashboard:
+        found = dashboard.get("runs")
+    assert [card["name"] for card in found["runs"]] == ["recorded"]
+    (error,) = found["errors"]
+    assert error.startswith(f"{damaged}: its files are not as a run writes them: ")
+
+
 def test_a_run_says_itself_what_it_does(run: RecordedRun) -> None:
     status = new_status("recorded", 20)
     news = [News(time_s=BEGIN_S, text="server 0 is back")]
@@ -227,10 +246,10 @@ def test_pages_come_while_a_slow_disk_is_read(run: RecordedRun, monkeypatch: pyt
     monkeypatch.setattr(episode_index, "open_step", opened_slowly)
     monkeypatch.setattr(episode_index, "REFRESH_S", 0.0)
     with serving(run.folder) as dashboard:
-        found = dashboard.get("episodes", run="recorded")
+        found = dashboard.get("episodes", once=True, run="recorded")
         assert (found["total"], found["is_complete"]) == (0, False)
         assert dashboard.get("run", run="recorded")["state"] == "running"
-        assert dashboard.get("timeline", run="recorded")["is_complete"] is False
+        assert dashboard.get("timeline", once=True, run="recorded")["is_complete"] is False
         gives.set()
         assert dashboard.get("episode", run="recorded", id="g00000002-r1")["reward"] == 1.0
         assert dashboard.get("episodes", run="recorded")["total"] == 12

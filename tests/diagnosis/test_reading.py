@@ -92,7 +92,7 @@ def test_a_run_of_a_newer_version_is_read_as_far_as_it_is_known(tmp_path: Path) 
     assert (view.settings.steps, view.settings.async_ratio, len(view.episodes)) == (7, 3, 1)
     for odd in ("scheduler: 3\nsteps: many\nlearner: [1]\n", "rollout: {max_new_tokens: .nan}\n"):
         (folder / "config.yaml").write_text(odd)
-        assert diagnose(folder) == []
+        assert diagnose(str(folder)) == []
 
 
 @pytest.mark.parametrize("content", ["", "- 1\n", "a: [\n"])

@@ -234,6 +234,7 @@ def test_cut_answers_are_a_problem_where_they_earn_less() -> None:
     assert names_of(episodes(40), episodes(40, is_cut=True)) == []
     assert names_of(episodes(400), cut) == []
     assert names_of(episodes(7), cut) == [], "too few to compare with"
+    assert names_of(cut, episodes(40)) == [], "the reward rises: the model learns to be brief"
 
 
 def test_text_that_repeats_itself_must_be_in_many_episodes() -> None:

@@ -56,6 +56,19 @@ def test_its_three_questions_are_answered_in_a_terminal(
     assert config["envs"][0]["id"] == "word_count.py:WordCount-v0"
 
 
+def test_an_answer_that_cannot_be_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "work").touch()
+    monkeypatch.setattr(sys, "stdin", Typed("mine\n1st\nword-count\ntoys\ntools\ntiny\n"))
+    assert main(["init"]) == 0
+    asked = capsys.readouterr().err
+    assert "mine: exists and is not empty; choose another folder" in asked
+    assert "--kind toys: choose one of data, environment, tools" in asked
+    assert (tmp_path / "word-count" / "train.yaml").is_file()
+
+
 def test_ctrl_d_at_a_question_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", Typed(""))
     assert main(["init"]) == 130

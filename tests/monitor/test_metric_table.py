@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from roll_flash.inference.client.metrics import Counts
 from roll_flash.inference.servers.metrics import LOGGED
-from roll_flash.monitor.metric_table import TABLE, find_metric, page
+from roll_flash.monitor.metric_table import SHARE, TABLE, find_metric, page
 from roll_flash.sandboxes.pool.stats import PoolStats
 from roll_flash.stream import TrajectoryStream
 
@@ -24,6 +25,15 @@ def unknown(names: list[str]) -> list[str]:
 def test_the_page_is_current() -> None:
     written = (ROOT / "docs/metrics.md").read_text()
     assert written == page(), "docs/metrics.md is old: python -m roll_flash.monitor.metric_table > docs/metrics.md"
+
+
+def test_charts_of_the_dashboard_call_fractions_what_is_a_share() -> None:
+    source = (ROOT / "roll_flash/dashboard/pages/js/overview.js").read_text()
+    charts = re.findall(r'^  \["[^"]+", "([^"]+)", \[\["([^"]+)"', source, re.MULTILINE)
+    assert len(charts) >= 8
+    units = {name: metric.unit for _, name in charts if (metric := find_metric(name)) is not None}
+    assert set(units) == {name for _, name in charts}
+    assert [name for said, name in charts if said.startswith("fraction") != (units[name] == SHARE)] == []
 
 
 def test_no_metric_is_described_twice() -> None:

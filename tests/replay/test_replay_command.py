@@ -51,7 +51,7 @@ def test_a_whole_episode_is_played_again_and_shown(tmp_path: Path, capsys: pytes
     shown = capsys.readouterr().out
     assert shown.startswith("g00000001-r0 of Echo-v0:7: reward 12, success, terminated after 3 turns\nuser:\n")
     assert "turn 1, model:\n    two!\nturn 1, environment (reward 4):\n    two! with seed 7\n" in shown
-    assert shown.endswith("3 of 3 turns are as recorded\n")
+    assert shown.endswith("3 of 3 turns played again, as recorded\n")
     assert not (run / "replays").exists()
 
 
@@ -60,7 +60,7 @@ def test_only_the_turns_before_the_given_one_are_played(tmp_path: Path, capsys: 
     shown = capsys.readouterr().out
     assert "one with seed 7" in shown
     assert "two!" not in shown
-    assert "1 of 3 turns are as recorded" in shown
+    assert "1 of 3 turns played again, as recorded" in shown
 
 
 def test_an_answer_that_differs_is_one_line_with_its_turn_and_both_texts(
@@ -147,7 +147,7 @@ def test_forks_of_a_model_go_on_from_the_turn_and_are_an_episode_log(
         assert all(fork["policy_mask"][fork["turns"][2]["start"] : fork["turns"][2]["end"]])
         assert [turn["in_prefix"] for turn in fork["turns"]] == [True, True, False]
     assert main(["replay", str(run), "g00000001-r0-t2-f1"]) == 0, "a fork can be played again like any episode"
-    assert "3 of 3 turns are as recorded" in capsys.readouterr().out
+    assert "3 of 3 turns played again, as recorded" in capsys.readouterr().out
 
 
 class SaysEnd(BaseHTTPRequestHandler):

@@ -51,7 +51,7 @@ def printed_by(done: dict[str, Any], part: str) -> str:
 
 @pytest.mark.ray
 def test_an_episode_is_played_again(done: dict[str, Any]) -> None:
-    assert done["roll-flash replay vowels g00000001-r2"].endswith("3 of 3 turns are as recorded\n")
+    assert done["roll-flash replay vowels g00000001-r2"].endswith("3 of 3 turns played again, as recorded\n")
 
 
 @pytest.mark.ray

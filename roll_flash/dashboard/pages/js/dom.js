@@ -97,6 +97,16 @@ export function outcome(episode) {
   return badge(`${sign} ${episode.outcome || "ended"}`, kind);
 }
 
+// An environment's id or a task's without the folders of its file.
+export function brief(id) {
+  return id.replace(/^.*\/(?=[^/]*\.py:)/, "");
+}
+
+// The part of an episode's id that tells it from others of its group: r2 of g00000001-r2.
+export function replica(id) {
+  return id.slice(id.lastIndexOf("-") + 1);
+}
+
 export function sparkline(values, width = 96, height = 22) {
   const svg = document.createElementNS(SVG, "svg");
   for (const [name, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true", class: "spark" })) {

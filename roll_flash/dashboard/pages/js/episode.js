@@ -1,7 +1,7 @@
 // One episode: its conversation by turn, each sampled token in a colour: log-probability, age, advantage, ...
 
 import { get } from "./api.js";
-import { badge, card, clock, folded, h, link, number, outcome, panel, plain, seconds, table } from "./dom.js";
+import { badge, brief, card, clock, folded, h, link, number, outcome, panel, plain, replica, seconds, table } from "./dom.js";
 import { fate } from "./episodes.js";
 
 const COLOURS = [["none", "none"], ["logprob", "log-probability"], ["age", "age"], ["version", "version"], ["advantage", "advantage"], ["difference", "learner minus sampler"]];
@@ -23,7 +23,7 @@ export async function show(main, query, page) {
   };
   const legend = h("span", { class: "scale" }, drawLegend(by));
   main.replaceChildren(
-    h("div", { class: "heading" }, h("h1", {}, episode.task), outcome(episode), h("p", { class: "muted path" }, episode.id)),
+    h("div", { class: "heading" }, h("h1", {}, brief(episode.task)), outcome(episode), h("p", { class: "muted path" }, episode.id)),
     episode.message ? h("p", { class: "notice warn" }, `turn ${episode.failed_turn}, attempt ${(episode.attempt ?? 0) + 1}: ${episode.message}`) : "",
     h("div", { class: "cards" }, cards(run, episode)),
     replicas(run, episode),
@@ -55,8 +55,8 @@ function cards(run, episode) {
 function replicas(run, episode) {
   if (episode.replicas.length < 2) return "";
   return h("p", { class: "replicas" }, link({ run, view: "group", group: episode.group }, "All replicas side by side"), " or one: ",
-    episode.replicas.map((id, i) => {
-      const one = link({ run, view: "episode", id }, String(i + 1));
+    episode.replicas.map((id) => {
+      const one = link({ run, view: "episode", id }, replica(id));
       if (id === episode.id) one.setAttribute("aria-current", "page");
       return one;
     }));
@@ -66,7 +66,7 @@ function rewards(episode) {
   const named = Object.entries(episode.rewards && typeof episode.rewards === "object" ? episode.rewards : {});
   const turns = episode.samples[0].turns;
   const judged = (episode.trained_reward ?? episode.reward) === episode.reward ? [] : [["of the environment", number(episode.reward)], ["as trained, after stages", number(episode.trained_reward)]];
-  const rows = [...named.map(([name, value]) => [name, plain(value)]), ...judged, ...(turns.length > 1 ? turns.map((turn, i) => [`turn ${i + 1}`, number(turn.reward)]) : [])];
+  const rows = [...named.map(([name, value]) => [name, plain(value)]), ...judged, ...(turns.length > 1 ? turns.map((turn, i) => [`turn ${i}`, number(turn.reward)]) : [])];
   return rows.length ? [panel("Rewards", h("div", { class: "narrow" }, table(["reward", "value#"], rows, { label: "rewards" })))] : [];
 }
 
@@ -94,7 +94,7 @@ function drawSample(run, episode, sample, number_, by, token) {
 
 function drawMessage(run, episode, sample, number_, message, place, by, token) {
   const turn = message.turn === null || message.turn === undefined ? null : sample.turns[message.turn];
-  const about = turn ? ` · turn ${message.turn + 1} · ${[seconds(turn.generate_s), turn.finish_reason, turn.server, `environment ${seconds(turn.step_s)}`].filter(Boolean).join(" · ")}` : "";
+  const about = turn ? ` · turn ${message.turn} · ${[seconds(turn.generate_s), turn.finish_reason, turn.server, `environment ${seconds(turn.step_s)}`].filter(Boolean).join(" · ")}` : "";
   const body = turn?.tokens && by !== "none" ? drawTokens(turn.tokens, episode, by, token) : pre(message, () => get("message", { run, id: episode.id, sample: number_, message: place }));
   return h("article", { class: `message ${turn ? "assistant" : ""}` }, h("header", {}, h("b", {}, message.role), about), body);
 }

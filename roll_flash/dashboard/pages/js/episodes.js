@@ -1,7 +1,7 @@
 // Episodes: filters that the address holds, and a table of which only the visible rows exist.
 
 import { get } from "./api.js";
-import { h, link, number, outcome, seconds } from "./dom.js";
+import { brief, h, link, number, outcome, seconds } from "./dom.js";
 
 const ROW_PX = 36;
 const PAGE = 100;
@@ -56,7 +56,7 @@ function filterForm(query, counts, changed) {
     const select = h("select", { name }, h("option", { value: "" }, "all"), groups.map(([value, text]) => h("option", { value, selected: value === given }, text)));
     return h("label", {}, title, select);
   };
-  const counted = (values) => Object.entries(values).map(([name, count]) => [name, `${name} (${number(count)})`]);
+  const counted = (values) => Object.entries(values).map(([name, count]) => [name, `${brief(name)} (${number(count)})`]);
   const between = (name, title) => h("fieldset", {}, h("legend", {}, title),
     h("input", { name: `min_${name}`, type: "number", step: "any", placeholder: "from", "aria-label": `${title} from`, value: query.get(`min_${name}`) ?? "" }),
     h("input", { name: `max_${name}`, type: "number", step: "any", placeholder: "to", "aria-label": `${title} to`, value: query.get(`max_${name}`) ?? "" }));
@@ -165,7 +165,7 @@ class Rows {
 
   row(place, episode) {
     const cells = episode ? [
-      link({ run: this.run, view: "episode", id: episode.id }, episode.task), episode.env, outcome(episode), number(episode.reward), number(episode.step),
+      link({ run: this.run, view: "episode", id: episode.id }, brief(episode.task)), brief(episode.env), outcome(episode), number(episode.reward), number(episode.step),
       number(episode.tokens), seconds(episode.started_s === null ? null : episode.finished_s - episode.started_s), fate(episode),
     ] : [h("span", { class: "muted" }, "…")];
     const row = h("div", { class: "row", role: "row" }, cells.map((cell, column) => h("span", { role: "cell", class: COLUMNS[column][2] }, cell)));

@@ -1,7 +1,7 @@
 // Failures by cause, environment and message.
 
 import { get } from "./api.js";
-import { h, link, number, panel, share, table } from "./dom.js";
+import { brief, h, link, number, panel, share, table } from "./dom.js";
 
 export async function show(main, query, page) {
   const run = query.get("run");
@@ -15,7 +15,7 @@ export async function show(main, query, page) {
       return;
     }
     const causes = Object.entries(counts.causes).map(([cause, count]) => [link({ run, view: "episodes", outcome: cause }, cause), number(count), share(count / counts.episodes), bar(count / counts.failed)]);
-    const envs = Object.entries(counts.failures_by_env).map(([env, count]) => [link({ run, view: "episodes", env, outcome: "failed" }, env), number(count), share(count / counts.envs[env])]);
+    const envs = Object.entries(counts.failures_by_env).map(([env, count]) => [link({ run, view: "episodes", env, outcome: "failed" }, brief(env)), number(count), share(count / counts.envs[env])]);
     const messages = counts.messages.map(([cause, message, count, id]) => [cause, link({ run, view: "episode", id }, message || "(no message)"), number(count)]);
     body.replaceChildren(
       panel("By cause", table(["cause", "episodes#", "of all#", "share of failures"], causes, { label: "by cause" })),

@@ -1,7 +1,7 @@
 // The replicas of a task side by side, and where they first differ.
 
 import { get } from "./api.js";
-import { folded, h, link, number, outcome } from "./dom.js";
+import { brief, folded, h, link, number, outcome, replica } from "./dom.js";
 import { fate } from "./episodes.js";
 
 const SHOWN = 4000;
@@ -15,11 +15,11 @@ export async function show(main, query, page) {
   const task = replicas[0].episode;
   const prompt = task.samples[0].messages.filter((message, place, all) => place < all.findIndex((each) => each.turn !== null && each.turn !== undefined));
   main.replaceChildren(
-    h("div", { class: "heading" }, h("h1", {}, task.task), h("p", { class: "muted path" }, `${found.group} · ${task.env} · ${fate(task)}`)),
+    h("div", { class: "heading" }, h("h1", {}, brief(task.task)), h("p", { class: "muted path" }, `${found.group} · ${brief(task.env)} · ${fate(task)}`)),
     h("p", { class: "notice" }, played.length < 2 ? "One replica has turns; there is nothing to compare yet."
-      : fork ? `The replicas first differ in turn ${fork.turn + 1}, at character ${number(fork.character + 1)}.` : "All replicas wrote the same."),
+      : fork ? `The replicas first differ in turn ${fork.turn}, at character ${number(fork.character + 1)}.` : "All replicas wrote the same."),
     folded(`Prompt: ${(prompt.at(-1)?.text ?? "").slice(0, 100)}`, ...prompt.map((message) => h("article", { class: "message" }, h("header", {}, h("b", {}, message.role)), h("pre", { tabindex: "0" }, message.text)))),
-    h("div", { class: "columns", tabindex: "0", role: "region", "aria-label": "replicas" }, replicas.map((each, i) => column(run, each, i, fork))));
+    h("div", { class: "columns", tabindex: "0", role: "region", "aria-label": "replicas" }, replicas.map((each) => column(run, each, fork))));
   return {};
 }
 
@@ -41,7 +41,7 @@ function common(texts) {
   return place;
 }
 
-function column(run, { episode, actions }, number_, fork) {
+function column(run, { episode, actions }, fork) {
   const observations = episode.samples[0].messages;
   const blocks = actions.map((action, turn) => {
     const same = !fork || turn < fork.turn ? action.length : turn === fork.turn ? fork.character : 0;
@@ -49,11 +49,11 @@ function column(run, { episode, actions }, number_, fork) {
       turn === fork?.turn ? h("mark", { class: "fork", title: "the replicas differ from here on" }, "▸") : "", action.slice(same, SHOWN));
     const place = observations.findIndex((message) => message.turn === turn);
     const answer = observations[place + 1];
-    return h("article", { class: "message assistant" }, h("header", {}, `turn ${turn + 1} · reward ${number(episode.samples[0].turns[turn].reward)}`), text,
+    return h("article", { class: "message assistant" }, h("header", {}, `turn ${turn} · reward ${number(episode.samples[0].turns[turn].reward)}`), text,
       answer && place >= 0 && answer.role !== "assistant" ? h("pre", { class: "observation", tabindex: "0" }, answer.text.slice(0, SHOWN)) : "");
   });
   return h("section", { class: "replica" },
-    h("header", {}, link({ run, view: "episode", id: episode.id }, `Replica ${number_ + 1}`), outcome(episode)),
+    h("header", {}, link({ run, view: "episode", id: episode.id }, `Replica ${replica(episode.id)}`), outcome(episode)),
     h("p", { class: "muted small" }, `reward ${number(episode.reward)} · advantage ${number(episode.advantage)} · ${number(episode.tokens)} tokens`),
     episode.message ? h("p", { class: "notice warn" }, episode.message.slice(0, SHOWN)) : "", blocks);
 }

@@ -14,7 +14,7 @@ export const CHARTS = [
   ["Time of a step", "seconds", [["step_s", "step", 1], ["weights/total_s", "publication", 5]]],
   ["Length", "per episode", [["tokens_mean", "tokens", 1]]],
   ["Policy", "entropy, norm of the gradient", [["entropy", "entropy", 3], ["grad_norm", "gradient norm", 4]]],
-  ["Groups without signal", "fraction of a step's groups", [["groups_without_signal", "without signal", 2]]],
+  ["Groups without signal", "per step", [["groups_without_signal", "without signal", 2]]],
 ];
 
 // Time between two diagnoses, which read many episodes.
@@ -26,22 +26,31 @@ export async function show(main, query, page) {
   const about = await get("run", { run }, page.signal);
   const cards = h("div", { class: "cards" });
   const grid = h("div", { class: "grid" });
-  const now = h("div", {}, doing(about));
-  const health = h("div", {});
+  const now = h("div", {}), health = h("div", {}), notices = h("div", {}), results = h("div", {});
   const charts = new Map();
   main.replaceChildren(
     h("div", { class: "heading" }, h("h1", {}, about.name), h("p", { class: "muted path" }, about.folder)),
-    ...about.notices.map((notice) => h("p", { class: "notice" }, notice)),
-    cards, health, now, grid);
+    notices, cards, health, now, grid);
   if (about.kind === "run") main.append(chooser(run, query, page));
-  main.append(...scores(about.summary), ...evaluations(about), config(about), ...summary(about));
+  main.append(results, config(about));
+
+  // Drawn anew only when they have changed: they have links and a part that can be unfolded.
+  let known;
+  function tell() {
+    now.replaceChildren(...doing(about));
+    const told = JSON.stringify([about.notices, about.evaluations, about.summary]);
+    if (told === known) return;
+    known = told;
+    notices.replaceChildren(...about.notices.map((notice) => h("p", { class: "notice" }, notice)));
+    results.replaceChildren(...scores(about.summary), ...evaluations(about), ...summary(about));
+  }
 
   async function update() {
     const wanted = [...CHARTS, ...extra.map((name) => [name, "", [[name, name, 1]]])];
     const names = [...new Set(wanted.flatMap(([, , lines]) => lines.flatMap(([name, , , , low, high]) => [name, low, high])).filter(Boolean))];
-    const [metrics, counts] = await Promise.all([get("metrics", { run, name: [...names, "time"] }, page.signal), get("counts", { run }, page.signal)]);
-    if (about.status) Object.assign(about, await get("run", { run }, page.signal));
-    now.replaceChildren(...doing(about));
+    const [metrics, counts, newest] = await Promise.all([get("metrics", { run, name: [...names, "time"] }, page.signal), get("counts", { run }, page.signal), get("run", { run }, page.signal)]);
+    Object.assign(about, newest);
+    tell();
     cards.replaceChildren(...figures(about, metrics, counts));
     if (!metrics.steps.length && about.kind === "run") grid.replaceChildren(h("p", { class: "notice" }, "No step is done yet. The charts appear with the first."));
     for (const [title, unit, lines] of wanted) drawChart(title, unit, lines, metrics);

@@ -2,13 +2,14 @@
 
 import { get } from "./api.js";
 import { colour } from "./charts.js";
-import { clock, h, link, number, outcome, panel, seconds, share, table } from "./dom.js";
+import { brief, clock, h, link, number, outcome, panel, seconds, share, table } from "./dom.js";
 
 const LANE = 16, GAP = 4, LABEL = 118, RULER = 24, DENSE = 56;
 const MOST_LANES = 40;
 const ZOOM = 1.6;
 const WAIT_MS = 120;
 const KINDS = { accumulate: "--c1", update: "--c4", stage: "--c3", publication: "--c5" };
+const NAMES = { accumulate: "learner: gradient", update: "learner: update", stage: "learner: copy" };
 const KEYS = { "+": ["zoom", 1 / ZOOM], "=": ["zoom", 1 / ZOOM], "-": ["zoom", ZOOM], ArrowLeft: ["pan", -0.2], ArrowRight: ["pan", 0.2], "0": ["whole"], Home: ["whole"] };
 
 export async function show(main, query, page) {
@@ -192,7 +193,7 @@ class Timeline {
     const { work, busy, running, episodes } = this.data;
     const lanes = [{ name: "steps", height: LANE, draw: (top) => this.steps(top) }];
     for (const kind of Object.keys(busy)) {
-      const name = kind in KINDS ? { accumulate: "learner: gradient", update: "learner: update", stage: "learner: copy", publication: "publication" }[kind] : kind;
+      const name = NAMES[kind] ?? kind;
       const draw = work ? (top) => work.filter((span) => span.kind === kind).forEach((span) => this.box(span.begin_s, span.end_s, top, LANE, KINDS[kind] ?? "--c6", { text: `${name}, step ${span.step}: ${seconds(span.end_s - span.begin_s)}${span.tokens ? `, ${number(span.tokens)} tokens` : ""}${span.rows ? `, ${number(span.rows)} trajectories` : ""}` }))
         : (top) => this.density(busy[kind], top, LANE, KINDS[kind] ?? "--c6", 1);
       lanes.push({ name, height: LANE, draw });
@@ -245,10 +246,10 @@ class Timeline {
 
   episode(episode, top) {
     const name = episode.failed ? "--warn" : episode.reward > 0 ? "--good" : "--muted";
-    const text = `${episode.id}: ${episode.env}, ${episode.outcome}, reward ${number(episode.reward)}, ${seconds(episode.end_s - episode.begin_s)}`;
+    const text = `${episode.id}: ${brief(episode.env)}, ${episode.outcome}, reward ${number(episode.reward)}, ${seconds(episode.end_s - episode.begin_s)}`;
     this.box(episode.begin_s, episode.end_s, top, LANE, name, { id: episode.id, text }, episode.turns?.length ? 0.3 : 0.8);
     (episode.turns ?? []).forEach(([begin, answered, stepped, server], i) => {
-      const which = `turn ${i + 1} of ${episode.id}`;
+      const which = `turn ${i} of ${episode.id}`;
       this.box(begin, answered, top + 2, LANE - 4, "--c3", { id: episode.id, text: `${which}: the model${server ? ` on ${server}` : ""}, ${seconds(answered - begin)}` });
       this.box(answered, stepped, top + 2, LANE - 4, "--c2", { id: episode.id, text: `${which}: the environment, ${seconds(stepped - answered)}` });
     });
@@ -283,7 +284,7 @@ class Timeline {
     const { busy, running, work, episodes, begin_s: begin, end_s: end, count } = this.data;
     const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
     this.range.textContent = `${seconds(end - begin)} from ${clock(begin)}; ${number(count)} episodes${episodes ? "" : ": zoom in to see each"}`;
-    const kinds = Object.entries(busy).map(([kind, values]) => [kind, share(mean(values))]);
+    const kinds = Object.entries(busy).map(([kind, values]) => [NAMES[kind] ?? kind, share(mean(values))]);
     const without = running.filter((value) => value < 0.5).length / running.length;
     const parts = [table(["part", "busy#"], [...kinds, ["at least one episode", share(1 - without)]], { label: "busy" })];
     this.legend.replaceChildren(...[["k3", "the model, copy of weights"], ["k2", "environment, running episodes"], ["k1", "gradient"], ["k4", "update"], ["k5", "publication"], ["k6", "stages"]].map(([key, text]) => h("li", {}, h("i", { class: `key ${key}` }), text)));
