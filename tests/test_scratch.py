@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from roll_flash.models.prepare import COMPILED_VARIABLE
 from roll_flash.sandboxes import reap
 from roll_flash.sandboxes.scratch import (
     OWNER_FILE,
@@ -74,3 +75,23 @@ def test_servers_and_ray_have_folders_with_an_owner(tmp_path: Path, monkeypatch:
         "roll_flash/models/prepare.py",
         *["sandboxes/scratch.py"] * 3,
     ], made
+
+
+MAKES_A_RANK = """
+from roll_flash.learner.ranks.rank_actor import RankActor
+try:
+    RankActor()  # imports torch's compiler before it misses its arguments
+except TypeError as error:
+    print(error)
+"""
+
+
+def test_a_rank_leaves_no_cache_of_torch_among_temporary_files(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != COMPILED_VARIABLE}
+    environment |= {"TMPDIR": str(tmp_path / "t"), "ROLL_FLASH_CACHE": str(tmp_path / "cache")}
+    (tmp_path / "t").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", MAKES_A_RANK], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "LearnerRank.__init__() missing" in done.stdout
+    assert not list((tmp_path / "t").iterdir())

@@ -27,6 +27,8 @@ from roll_flash.terminal import progress_bars_on_terminals_only, say
 
 RECIPE_VERSION = 1
 """Recipe version, part of the cache folder's name; increased when a recipe changes, so that old models are rebuilt."""
+COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""Environment variable with `compiled_folder` for torch."""
 
 
 def resolve_model(path_or_name: str | Path, revision: str | None = None) -> Path:
@@ -113,6 +115,12 @@ def cache_folder() -> Path:
     """Return the folder that holds prepared models."""
     root = os.environ.get("ROLL_FLASH_CACHE")
     return (Path(root).expanduser() if root else Path.home() / ".cache" / "roll-flash") / "models"
+
+
+def compiled_folder() -> Path:
+    """Return the folder for what torch compiles, which it executes: no other user may write there, as into a temporary
+    folder, and the next run finds it."""
+    return cache_folder().with_name("inductor")
 
 
 def prepared_folder(name: str) -> Path:

@@ -14,7 +14,7 @@ from roll_flash.errors import InferenceError
 from roll_flash.inference.servers.control import LOOPBACK, Launcher, ServerControl
 from roll_flash.inference.servers.metrics import kv_cache_tokens
 from roll_flash.inference.servers.prepare import prepare_weights
-from roll_flash.models.prepare import cache_folder
+from roll_flash.models.prepare import COMPILED_VARIABLE, compiled_folder
 from roll_flash.processes.gpus import environment_of
 from roll_flash.processes.keys import KEY_VARIABLE
 from roll_flash.processes.ports import free_port, require_free_port
@@ -105,11 +105,10 @@ class ServerProcess(ServerControl):
 
     def _environment(self, scratch: Path) -> dict[str, str]:
         """Return our environment, with TMPDIR set to `scratch`, which is removed after the server."""
-        caches = cache_folder().with_name("inductor")  # no other user may write there: its files are executed
         return {
             **os.environ,
             "TMPDIR": str(scratch),
-            "TORCHINDUCTOR_CACHE_DIR": str(caches),
+            COMPILED_VARIABLE: str(compiled_folder()),
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
             **self._gpu_environment,

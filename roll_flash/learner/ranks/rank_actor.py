@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import ray
 from roll_flash.engines.inference import WeightTransfer
 from roll_flash.learner.model.exact_settings import ExactSettings
 from roll_flash.learner.weights.channel import TRANSFER, TRANSFER_THREADS
+from roll_flash.models.prepare import COMPILED_VARIABLE, compiled_folder
 
 Forms = Mapping[Path, ExactSettings]
 """Settings for exact computation, per model folder."""
@@ -32,6 +34,7 @@ class RankActor:
     """Calls a `LearnerRank`, made with the same arguments, in the process of the actor."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        os.environ.setdefault(COMPILED_VARIABLE, str(compiled_folder()))
         from roll_flash.learner.ranks.rank import LearnerRank
 
         self._rank = LearnerRank(*args, **kwargs)
