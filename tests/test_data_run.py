@@ -20,7 +20,12 @@ steps: 2
 model: {path: tiny, max_length: 256, thinking: strip}
 envs:
   - id: Dataset-v0
-    data: {path: mixed.jsonl, environment_column: env, kwargs_column: with, shuffle: false}
+    data:
+      path: mixed.jsonl
+      environment_column: env
+      environments: [guess:Guess-v0]
+      kwargs_column: with
+      shuffle: false
     reward:
       - {function: number, weight: 1.0}
       - {function: "brief.py:is_brief", weight: 0.1}

@@ -80,10 +80,12 @@ def environment_of(env: EnvConfig, row: Mapping[str, Any], place: object) -> str
         raise ConfigError(f"{place}: {column!r} is {_shown(chosen)}, not the id of an environment")
     source, of_module, name = chosen.rpartition(":")
     if of_module:
-        own, _, _ = env.id.rpartition(":")
-        if Path(source).name != Path(own).name:
+        named = (known.rpartition(":")[0] for known in (env.id, *env.data.environments))
+        own = next((known for known in named if known and Path(known).name == Path(source).name), None)
+        if own is None:
             raise ConfigError(
-                f"{place}: {column!r} is {_shown(chosen)}: a row names no code but that of the entry's id"
+                f"{place}: {column!r} is {_shown(chosen)}: rows name no code but that of the entry's id and of "
+                "data.environments"
             )
         return f"{own}:{name}"
     if chosen == DATASET_ENV != env.id:

@@ -23,6 +23,7 @@ OBJECTS: tuple[str, ...] = (
     "envs.*.data",
     "envs.*.data.path",
     "envs.*.data.held_out",
+    "envs.*.data.environments.*",
     "envs.*.kwargs.tools.*",
     "envs.*.levels.*.tools.*",
     "envs.*.reward",

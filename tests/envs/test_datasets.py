@@ -442,7 +442,10 @@ def test_a_row_can_choose_its_environment_kwargs_and_rewards(tmp_path: Path) -> 
         ({**Q, "answer": 2, "with": {"reward": "math"}}, "reward 'math' is none of the entry's: exact"),
         ({**Q, "answer": 2, "with": {"reward": [["exact"]]}}, r"reward \['exact'\] is none of the entry's: exact"),
         ({**Q, "answer": 2, "with": {"tools": ["os:system"]}}, "tool 'os:system' is none of the entry's: none"),
-        ({"env": "antigravity:Maze-v0", "with": {}}, "a row names no code but that of the entry's id"),
+        (
+            {"env": "antigravity:Maze-v0", "with": {}},
+            "rows name no code but that of the entry's id and of data",
+        ),
     ],
 )
 def test_a_row_that_chooses_what_there_is_not_is_one_line(row: Any, message: str, tmp_path: Path) -> None:

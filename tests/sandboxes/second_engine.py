@@ -116,12 +116,13 @@ class SecondEngine:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _processes(self) -> list[int]:
-        """What runs in its mount namespace, and the containers' processes, which are in one of their own below it."""
-        found = []
+        """What runs in its mount namespace, and the containers' processes, which are in one of their own below it; also
+        those whose start an engine's end has cut off (`runc init`)."""
+        found, name = [], str(self._folder).encode()
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 mine = os.readlink(folder / "ns/mnt") == self._namespace
-                if mine or str(self._folder).encode() in (folder / "cmdline").read_bytes():
+                if mine or name in (folder / "cmdline").read_bytes() or name in (folder / "environ").read_bytes():
                     found.append(int(folder.name))
         return found
 

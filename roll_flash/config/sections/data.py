@@ -38,6 +38,9 @@ class DataConfig(Section):
     `prompt` (a text) or `messages` (a chat), `answer` and `id`. What is named here must be in every row."""
     environment_column: str | None = None
     """Column with the id of a row's environment, for a mixture in one file. Rows without it are of the entry's `id`."""
+    environments: list[str] = Field(default_factory=list)
+    """Environments in code of yours that rows may name in `environment_column`, such as `[maze.py:Maze-v0]`. Rows
+    name no other code but that of the entry's `id`."""
     kwargs_column: str | None = None
     """Column with the keyword arguments of a row's environment, as a mapping; None: all columns are. A row of
     Dataset-v0 can set `answer_in`, `max_turns`, and `tools` and `reward` (names of those of the entry)."""
