@@ -98,20 +98,25 @@ def completed(
     episode that has finished turns is taken for one of the finished episodes with more turns, but with environment
     steps so much slower that it is where it was when it was stopped, on average in the middle of a turn.
     """
+    longer_than, growth = dict[int, list[RecordedEpisode]](), dict[int, float]()
+    for turns in {episode.turns for episode in stopped} - {0}:
+        longer = [each for each in episodes if len(each.turns) > turns]
+        if longer:
+            usual_s = fmean(_elapsed_s(each, turns + 0.5) for each in longer)
+            longer_than[turns] = longer
+            growth[turns] = fmean(_elapsed_s(each, len(each.turns)) for each in longer) / max(1e-9, usual_s)
     found, unknown_s = [], []
     for place, episode in enumerate(stopped):
-        longer = [each for each in episodes if len(each.turns) > episode.turns] if episode.turns else []
-        if not longer:
+        if episode.turns not in longer_than:
             unknown_s.append(episode.lasted_s)
             continue
-        usual_s = fmean(_elapsed_s(each, episode.turns + 0.5) for each in longer)
-        whole_s = fmean(_elapsed_s(each, len(each.turns)) for each in longer)
+        longer = longer_than[episode.turns]
         like = longer[place % len(longer)]
-        rest_s = episode.lasted_s * whole_s / usual_s - sum(turn.generate_s for turn in like.turns) - like.startup_s
+        rest_s = episode.lasted_s * growth[episode.turns] - sum(turn.generate_s for turn in like.turns) - like.startup_s
         factor = max(1.0, rest_s / max(1e-9, sum(turn.step_s for turn in like.turns)))
-        turns = tuple(replace(turn, step_s=factor * turn.step_s) for turn in like.turns)
-        own = replace(like, group_id=episode.group_id, turns=turns)
-        found.append(replace(own, finished_s=own.started_s + _elapsed_s(own, len(turns))))
+        slowed = tuple(replace(turn, step_s=factor * turn.step_s) for turn in like.turns)
+        own = replace(like, group_id=episode.group_id, turns=slowed)
+        found.append(replace(own, finished_s=own.started_s + _elapsed_s(own, len(slowed))))
     return found, unknown_s
 
 
