@@ -127,6 +127,8 @@ class FsdpLearner:
         """True if a rank may still run a call that was cancelled."""
         self._computes = False
         """True during a call of `_COMPUTES`."""
+        self._call: asyncio.Future[list[Any]]
+        """The newest call of all ranks."""
         self._failure: str | None = "the learner has not been started"
         self._lost = asyncio.Event()
         self._fingerprint = self._frozen = ""
@@ -263,6 +265,7 @@ class FsdpLearner:
                     idleness.begin_again()
                 elif (idle_s := idleness.idle_s()) > _IDLE_S and ranks is self._ranks:
                     self._kill(f"a call has no answer, and no rank has done anything for {idle_s:.0f} s")
+                    self._call.cancel()  # the death of the ranks may not end it either
         except psutil.NoSuchProcess:
             return  # `_watch` says so
 
@@ -647,14 +650,18 @@ class FsdpLearner:
         """Return the results of all ranks, or raise one error; after a failure all remaining ranks are killed."""
         ranks = self._ranks
         self._computes = method in _COMPUTES
+        self._call = asyncio.gather(*calls)
         try:
             async with asyncio.timeout(timeout_s):  # asyncio.wait_for may lose a cancellation before Python 3.12
-                results = list(await asyncio.gather(*calls))
+                results = list(await self._call)
             self._left_busy = False
             return results
         except asyncio.CancelledError:
-            self._left_busy = True
-            raise
+            task = asyncio.current_task()
+            if ranks is self._ranks or task is None or task.cancelling():
+                self._left_busy = True
+                raise
+            why = "its answer is lost"
         except TimeoutError:
             why = f"{method} took longer than {timeout_s:g} s; a rank hangs, or the time-out is too short"
         except ray.exceptions.RayTaskError as error:
