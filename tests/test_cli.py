@@ -255,6 +255,7 @@ def test_a_word_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) 
         ("roll-flash tr", ["train"]),
         ("roll-flash envs ", ["list", "check", "demonstrate"]),
         ("roll-flash eval --en", ["--env", "--endpoint"]),
+        ("roll-flash init --kind t", ["tools"]),
     ],
 )
 def test_a_shell_completes_commands_and_options(typed: str, offered: list[str]) -> None:

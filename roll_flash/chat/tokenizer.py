@@ -41,7 +41,10 @@ def load_checked_tokenizer(folder: Path, chat_template_kwargs: Mapping[str, Any]
     """As `load_tokenizer`, once for checks that follow each other, and says what is waited for. Raises ModelError, in
     one line."""
     if "transformers" not in sys.modules:
-        say(f"loading the tokenizer of {folder.name} (usually 2-10 s)", error=True)
+        name = (
+            f"{folder.parent.name}/{folder.name}" if folder.name == "hf" else folder.name
+        )  # "hf": a checkpoint's model
+        say(f"loading the tokenizer of {name} (usually 2-10 s)", error=True)
     try:
         states = ((file.name, file.stat()) for file in folder.iterdir())
         files = frozenset((name, state.st_size, state.st_mtime_ns) for name, state in states)

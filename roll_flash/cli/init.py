@@ -15,9 +15,15 @@ from roll_flash.errors import ConfigError
 FOLDER, KIND, MODEL = "my-project", "data", "smollm2-135m"
 
 
+def _kinds_like(incomplete: str) -> list[str]:
+    from roll_flash.envs.new_project import ABOUT
+
+    return [kind for kind in ABOUT if kind.startswith(incomplete)]
+
+
 def init(
     folder: Annotated[Text, argument("FOLDER", "A new or empty folder; its name is the project's.")] = None,
-    kind: Annotated[Text, option("KIND", "What you have: data, environment or tools.")] = None,
+    kind: Annotated[Text, option("KIND", "What you have: data, environment or tools.", complete=_kinds_like)] = None,
     model: Annotated[Text, option("M", "A model's name, ORG/NAME of a hub, or a folder.")] = None,
     as_json: Json = False,
 ) -> int:

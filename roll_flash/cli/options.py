@@ -15,18 +15,20 @@ import typer
 from roll_flash.errors import ConfigError
 from roll_flash.terminal import say
 
+Completion = Callable[[str], Sequence[str]]
+"""What Tab offers for the beginning of a word."""
 
-def option(metavar: str, about: str, *names: str) -> Any:
+
+def option(metavar: str, about: str, *names: str, complete: Completion | None = None) -> Any:
     """An option that takes a value, for `Annotated`; without `names` it is called like its parameter."""
-    return typer.Option(*names, metavar=metavar, help=about)
+    return typer.Option(*names, metavar=metavar, help=about, autocompletion=complete)
 
 
 def flag(name: str, about: str) -> Any:
     return typer.Option(name, help=about)
 
 
-def argument(metavar: str, about: str, complete: Callable[[str], Sequence[str]] | None = None) -> Any:
-    """`complete`: what Tab offers for the beginning of a word."""
+def argument(metavar: str, about: str, complete: Completion | None = None) -> Any:
     return typer.Argument(metavar=metavar, help=about, autocompletion=complete)
 
 

@@ -73,7 +73,7 @@ class Reports:
             [f"written by a newer version (journal format {newer}): some of it may be missing here"] if newer else []
         )
         notices += [source.removed] if source.removed else []
-        others = [each.name for each in self._sources.all().values() if each.folder.is_relative_to(source.folder)]
+        inside = [each for each in self._sources.all().values() if source.folder in each.folder.parents]
         return {
             "name": source.name,
             "kind": "run" if source.is_run else "evaluation",
@@ -82,7 +82,7 @@ class Reports:
             "status": source.status(),
             "config": config,
             "summary": source.summary(),
-            "evaluations": [name for name in others if name != source.name],
+            "evaluations": {each.name: _scores(each) for each in inside},
             "notices": notices,
         }
 
@@ -179,6 +179,15 @@ class Reports:
         source.index.refresh(WAIT_S)
         is_complete = source.index.is_complete
         return timeline(source.index, source.folder, begin_s, end_s) | {"is_complete": is_complete}
+
+
+def _scores(source: Source) -> dict[str, Any]:
+    """Return success and reward of an evaluation with their intervals; nothing before its end, or if it is damaged."""
+    try:
+        summary = source.summary()
+    except (RollFlashError, OSError, *CONTENT_ERRORS):
+        return {}
+    return {name: summary.get(name) for name in ("success", "reward")} if isinstance(summary, dict) else {}
 
 
 def _record(source: Source, row: int) -> dict[str, Any]:

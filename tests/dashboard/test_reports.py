@@ -271,10 +271,14 @@ def test_failures_are_counted_by_cause_environment_and_message(run: RecordedRun)
 def test_an_evaluation_opens_like_a_run(run: RecordedRun) -> None:
     run.evaluation(2)
     with serving(run.folder) as dashboard:
-        assert dashboard.get("run", run="recorded")["evaluations"] == ["recorded/step_2"]
-        assert dashboard.get("run", run="recorded/step_2")["summary"]["success"]["value"] == 0.5
+        summary = dashboard.get("run", run="recorded/step_2")["summary"]
+        assert summary["success"]["value"] == 0.5
+        scores = {"success": summary["success"], "reward": None}
+        assert dashboard.get("run", run="recorded")["evaluations"] == {"recorded/step_2": scores}
         assert dashboard.get("episodes", run="recorded/step_2")["total"] == 4
         assert dashboard.get("metrics", run="recorded/step_2")["steps"] == []
+        (run.folder / "eval/step_2/results.json").write_text("{")
+        assert dashboard.get("run", run="recorded")["evaluations"] == {"recorded/step_2": {}}
 
 
 def test_an_empty_folder_is_no_run_and_its_names_are_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

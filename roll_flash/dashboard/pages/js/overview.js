@@ -155,8 +155,9 @@ function scores(summary) {
 }
 
 function evaluations(about) {
-  if (!about.evaluations.length) return [];
-  return [panel("Evaluations", h("ul", { class: "links" }, about.evaluations.map((name) => h("li", {}, link({ run: name, view: "overview" }, name)))))];
+  const rows = Object.entries(about.evaluations).map(([name, { success, reward }]) => [
+    link({ run: name, view: "overview" }, name), share(success?.value), success ? `${share(success.low)} to ${share(success.high)}` : "", number(reward?.value), number(success?.count)]);
+  return rows.length ? [panel("Evaluations", table(["evaluation", "success#", "95 % interval", "reward#", "tasks#"], rows, { label: "evaluations" }))] : [];
 }
 
 function config(about) {
