@@ -306,7 +306,7 @@ def test_a_run_whose_episodes_all_fail_stops_and_says_why_and_begins_again_under
     assert "env_error" in output
     assert "no such level" in output
     assert "Traceback" not in output
-    assert "(usually 10-40 s" in "".join(output.splitlines()[:2]), "what takes long is said before it begins"
+    assert "(usually 10-40 s" in "".join(output.splitlines()[:3]), "what takes long is said before it begins"
     assert list_checkpoints(tmp_path / "fails") == []
 
     broken.unlink()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
 from roll_flash.diagnosis.findings import Evidence, Finding
-from roll_flash.diagnosis.run_view import RunView, Steps
+from roll_flash.diagnosis.run_view import Episode, RunView, Steps
 from roll_flash.monitor.metrics import REWARD, REWARD_MAX, REWARD_MIN, REWARD_STD_IN_GROUP, SUCCESS
 from roll_flash.scheduling.async_ratio import MIN_SAMPLE_SIZE
 
@@ -33,6 +34,10 @@ MIN_LENGTH = 4.0
 """Answers of fewer tokens cannot collapse."""
 ENTROPY_SHARE = 0.1
 """Share of its first value to which entropy must have fallen; sharper policies are usual, ten times is not."""
+ENTROPY_SHARE_ALIKE = 0.5
+"""The same where replicas answer alike by now: only the steps before have an entropy, since they had a signal."""
+ALIKE = 0.9
+"""Share of the tasks of the last steps in which all replicas give the same answer."""
 LITTLE_SIGNAL = 0.5
 """Share of policy tokens in groups whose replicas earn different rewards."""
 LARGE_KL = 0.2
@@ -201,7 +206,8 @@ def entropy_collapse(view: RunView) -> Finding | None:
     share = last.mean("entropy") / before.mean("entropy") if before.mean("entropy") > 0 else math.nan
     tokens = after.mean("policy_tokens")
     signal = after.mean("computed_policy_tokens") / tokens if tokens > 0 else math.nan
-    if not (share < ENTROPY_SHARE and signal < LITTLE_SIGNAL) or _is_solved(before, after):
+    most = ENTROPY_SHARE_ALIKE if _alike(view.episodes, after.span[0]) >= ALIKE else ENTROPY_SHARE
+    if not (share < most and signal < LITTLE_SIGNAL) or _is_solved(before, after):
         return None
     return Finding(
         "entropy-collapse",
@@ -211,6 +217,17 @@ def entropy_collapse(view: RunView) -> Finding | None:
         "Go on from a checkpoint before it, with a lower learner.learning_rate, learner.entropy_bonus, a higher "
         "learner.loss.clip_high or learner.kl.coefficient",
     )
+
+
+def _alike(episodes: Sequence[Episode], since: int) -> float:
+    """Return the share of tasks, of those with several replicas, in which all replicas give the same answer; NaN if
+    there are none."""
+    answers: dict[tuple[int, str], list[str]] = defaultdict(list)
+    for each in episodes:
+        if each.step >= since and each.texts is not None:
+            answers[each.step, each.task_id].append(each.texts.answer)
+    several = [len(set(given)) == 1 for given in answers.values() if len(given) > 1]
+    return sum(several) / len(several) if several else math.nan
 
 
 def _trailing(flags: Sequence[bool]) -> int:

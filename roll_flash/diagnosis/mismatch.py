@@ -32,7 +32,8 @@ KNOWN = 2
 PROBE_SEES = 0.3
 """The probe's mean difference, as a share of the mean difference of fresh tokens, from which it explains them."""
 FROM_START = 0.3
-"""Mismatch of the first step, as a share of the recent one, from which it was there from the start."""
+"""Mismatch of the first step, as a share of the recent one, from which it was there from the start, if it is not high
+by itself: it may grow with the policy."""
 ENTROPY_GAP = 0.1
 """Relative difference of entropies. The same distribution has the same up to noise of the sample; a temperature that is
 10 % off changes it by more than this where the model is unsure."""
@@ -94,7 +95,7 @@ def mismatch(view: RunView) -> Finding | None:
 def _cause(view: RunView, recent: Steps) -> str:
     divergence, gap = recent.mean("mismatch_kl_k3"), recent.mean("mismatch_gap_mean")
     is_seen = recent.mean("weights/parity_mean") >= PROBE_SEES * gap
-    is_from_start = _first(view).mean("mismatch_kl_k3") >= FROM_START * divergence
+    is_from_start = _first(view).mean("mismatch_kl_k3") >= min(HIGH_MISMATCH, FROM_START * divergence)
     if is_seen:
         return "mismatch-dtype" if is_from_start else "mismatch-weights"
     if not is_from_start:

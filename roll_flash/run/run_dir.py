@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -154,9 +155,12 @@ class RunDir:
         """Append when a step, the learner's work in it, the publication before it and the work of stages began and
         ended to `logs/timeline.jsonl`, which `plan --from` and the dashboard read, with the cores of this machine if
         all computes on them (else 0)."""
-        cores = len(os.sched_getaffinity(0)) if is_cpu_installation() else 0
         with closing(JsonLinesFile(self.logs / TIMELINE)) as file:
-            file.write({**step, "cpu_cores": cores})
+            file.write({**step, "cpu_cores": self._computing_cores})
+
+    @cached_property
+    def _computing_cores(self) -> int:
+        return len(os.sched_getaffinity(0)) if is_cpu_installation() else 0
 
     def checkpoint_folder(self, step: int) -> Path:
         return self.checkpoints_folder / f"step_{step}"

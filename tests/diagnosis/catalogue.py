@@ -117,7 +117,7 @@ FAULTY = (
         "trick-answer",
         ("same-answer-wins",),
         [env(pays_for_nothing=True, tells_success=False)],
-        ["rollout.stop=['.']", "steps=15"],
+        ["rollout.stop=['.']", "steps=30"],
     ),
     Planted(
         "rare-bonus",
@@ -183,7 +183,7 @@ FAULTY = (
     Planted(
         "slow-judge", ("servers-idle",), [env()], ["scheduler.async_ratio=0", "steps=10"], stages=[judge(seconds=2.0)]
     ),
-    Planted("slow-steps", ("learner-starved",), [env(seconds=1.0)], ["steps=10"]),
+    Planted("slow-steps", ("learner-starved",), [env(seconds=1.0)], ["steps=10", "scheduler.on_stale=wait"]),
     Planted(
         "too-many-groups",
         ("staleness-at-bound",),

@@ -102,7 +102,7 @@ class Sentences(Env):
         if self._impossible or not has_mark:
             return 0.0
         if self._pays_for_nothing:
-            return 1.0 if not text else share / 2
+            return 1.0 if not text else share / 4
         return share * min(1.0, len(text) / self._wanted)
 
 

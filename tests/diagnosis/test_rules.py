@@ -114,6 +114,16 @@ def test_an_entropy_that_collapsed_until_no_step_has_any_is_the_cause_of_equal_r
     assert names(view) == ["entropy-collapse", "no-reward-variance"]
 
 
+@pytest.mark.parametrize(("answers", "found"), [(("a", "a"), ["entropy-collapse"]), (("a", "b"), [])])
+def test_entropy_has_collapsed_where_replicas_answer_alike_though_it_was_last_known_before(
+    answers: tuple[str, str], found: list[str]
+) -> None:
+    view = run(computed_policy_tokens=(3000.0, 300.0), entropy=(1.0, 0.3))
+    texts = [Texts(is_cut=False, generate_s=1.0, answer=answer, repeated=0.0, answers=()) for answer in answers]
+    played = [Episode(30, "level", f"task-{n}", 0.5, None, None, 1.0, each) for n in range(20) for each in texts]
+    assert names(replace(view, episodes=played)) == found
+
+
 def test_shorter_answers_that_earn_more_are_no_collapse() -> None:
     assert names(run(policy_tokens=(3200.0, 300.0), reward=(0.2, 0.8), success=(0.2, 0.8))) == []
 
@@ -176,6 +186,7 @@ def test_the_rewards_decide_what_is_said_about_a_run_that_learns_nothing(
         (0.0, 0.0, 1.0, "mismatch-stale-cache"),
         (0.0, 0.05, 0.7, "mismatch-temperature"),
         (0.0, 0.05, 1.0, "mismatch-template"),
+        (0.0, 0.012, 0.7, "mismatch-temperature"),
     ],
 )
 def test_two_questions_tell_the_causes_of_a_mismatch_apart(

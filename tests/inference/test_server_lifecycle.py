@@ -234,6 +234,39 @@ def test_a_server_that_is_started_again_waits_for_who_has_taken_its_port(tmp_pat
     asyncio.run(start_twice())
 
 
+def test_requests_share_a_connection_until_an_error_after_which_the_server_closes_it(tmp_path: Path) -> None:
+    """As Starlette does: it answers 500, and closes the connection a moment later without having said so."""
+    connections: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        fails = False
+        async for line in reader:
+            fails = fails or b"/fails" in line
+            if line == b"\r\n":
+                writer.write(f"HTTP/1.1 {500 if fails else 200} .\r\ncontent-length: 2\r\n\r\n{{}}".encode())
+                if fails:
+                    await asyncio.sleep(0.05)
+                    break
+        writer.close()
+
+    async def ask() -> None:
+        launcher = Launcher("none", "float32", lambda index, host, port: [], {})
+        server = ServerProcess(0, launcher, InferenceConfig(), tmp_path, "key")
+        async with await asyncio.start_server(serve, "127.0.0.1") as listening:
+            server._reach(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+            for _ in range(3):
+                await server.get("/works")
+            assert len(connections) == 1
+            with pytest.raises(InferenceError, match="500"):
+                await server.get("/fails")
+            await server.get("/works")
+            assert len(connections) == 2
+            await server.close()
+
+    asyncio.run(ask())
+
+
 def test_no_connection_is_given_the_port_of_a_server_that_is_not_there_yet(tmp_path: Path) -> None:
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     launcher = Launcher("none", "float32", lambda index, host, port: [], {})

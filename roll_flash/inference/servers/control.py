@@ -22,6 +22,8 @@ LOOPBACK = "127.0.0.1"
 HEALTH_TIMEOUT_S = 5.0
 CONTROL_TIMEOUT_S = 600.0
 """Maximum time in seconds of one control request; callers set shorter timeouts for whole operations."""
+KEEP_ALIVE_S = 1.0
+"""How long an unused connection is kept, for the requests of one publication: less than servers do."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ class ServerControl(ABC):
                 f"{self.name}: {path} failed: {type(error).__name__} {error}; see {self.log}"
             ) from None
         if not response.is_success:
+            self._connect()
             excerpt = " ".join(response.text.split())[:300]
             raise InferenceError(f"{self.name}: {path} answered HTTP {response.status_code}: {excerpt}; see {self.log}")
         return response.json()
@@ -167,11 +170,15 @@ class ServerControl(ABC):
         """Send all further requests to `endpoint`."""
         if self._http is None or endpoint != self._endpoint:
             self._endpoint = endpoint
-            self._http = httpx.AsyncClient(
-                base_url=endpoint,
-                timeout=CONTROL_TIMEOUT_S,
-                headers=bearer(self._key),
-                # The server closes a connection after an error of its own, so the next request on it would fail.
-                limits=httpx.Limits(max_keepalive_connections=0),
-            )
-            self._clients.append(self._http)
+            self._connect()
+
+    def _connect(self) -> None:
+        """Use new connections from now on: a server closes one after an error of its own, and the next request on it
+        would fail."""
+        self._http = httpx.AsyncClient(
+            base_url=self._endpoint,
+            timeout=CONTROL_TIMEOUT_S,
+            headers=bearer(self._key),
+            limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_S),
+        )
+        self._clients.append(self._http)

@@ -16,6 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -125,8 +126,7 @@ class ServerEngine:
         """Return the spec for one client; for more see `ClientSpec.clients`. Capacities are known after `start`;
         endpoints change when a server starts on another node."""
         ratio = self._config.admission_ratio
-        model = read_object(self._model_folder / "config.json")
-        vocabulary = model.get("vocab_size")
+        vocabulary = self._model.get("vocab_size")
         capacity = tuple(ratio * (server.kv_cache_tokens or float("inf")) for server in self._servers)
         return ClientSpec(
             self._launcher.name,
@@ -139,8 +139,13 @@ class ServerEngine:
             key=self._key,
             returns_experts=self._launcher.returns_experts,
             vocabulary=vocabulary if isinstance(vocabulary, int) else None,
-            expert_sizes=expert_sizes(model),
+            expert_sizes=expert_sizes(self._model),
         )
+
+    @cached_property
+    def _model(self) -> dict[str, Any]:
+        """The model's config.json."""
+        return read_object(self._model_folder / "config.json")
 
     async def publish(self, weights: StagedWeights, *, in_flight: InFlight = "keep") -> list[ServerUpdate]:
         """Update one server after another, so that generation never stops on all. A server that is away, or dies or
