@@ -111,6 +111,8 @@ def level_hot(view: RunView) -> Finding | None:
 
 def clipped_answers(view: RunView) -> Finding | None:
     """Many answers are cut at the largest number of tokens, and those earn far less than the others."""
+    if view.settings.is_replaced:
+        return None
     read = [(each.reward, each.texts) for each in view.episodes if each.texts is not None and each.reward is not None]
     cut = [reward for reward, texts in read if texts.is_cut]
     whole = [reward for reward, texts in read if not texts.is_cut]
@@ -163,6 +165,8 @@ def repeated_text(view: RunView) -> Finding | None:
 
 def same_answer_wins(view: RunView) -> Finding | None:
     """One and the same answer wins on many different tasks: the check can be satisfied without doing the task."""
+    if view.settings.is_replaced:
+        return None
     played = [each for each in view.episodes if each.texts is not None and each.reward is not None]
     if not played:
         return None

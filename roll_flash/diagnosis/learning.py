@@ -113,7 +113,8 @@ def reward_without_success(view: RunView) -> Finding | None:
 
 
 def length_change(view: RunView) -> Finding | None:
-    """Answers become a third as long, or three times as long, and the reward does not rise with it."""
+    """Answers become a third as long, or three times as long, and the reward does not rise with it. Answers that have
+    become so short that replicas earn the same end the learning."""
     ends = _ends(view)
     if ends is None:
         return None
@@ -124,12 +125,14 @@ def length_change(view: RunView) -> Finding | None:
     if 1 / LENGTH_FACTOR < factor < LENGTH_FACTOR:
         return None
     collapsed = factor < 1
+    if collapsed and _is_solved(*ends):
+        return None
     evidence = [
         Evidence("policy tokens per episode", length, *steps.span) for length, steps in zip(lengths, ends, strict=True)
     ]
     return Finding(
         "length-collapse" if collapsed else "length-explosion",
-        "warning",
+        "error" if collapsed and _signal(ends[1]) < LITTLE_SIGNAL else "warning",
         f"episodes went from {lengths[0]:.0f} to {lengths[1]:.0f} policy tokens, and the reward did not rise",
         (*evidence, *_both(*ends, REWARD)),
         "Read recent transcripts; lower learner.learning_rate, or set learner.kl.coefficient. "
@@ -204,8 +207,7 @@ def entropy_collapse(view: RunView) -> Finding | None:
     before, after = ends
     last = _last_known(view.recent, "entropy")
     share = last.mean("entropy") / before.mean("entropy") if before.mean("entropy") > 0 else math.nan
-    tokens = after.mean("policy_tokens")
-    signal = after.mean("computed_policy_tokens") / tokens if tokens > 0 else math.nan
+    signal = _signal(after)
     most = ENTROPY_SHARE_ALIKE if _alike(view.episodes, after.span[0]) >= ALIKE else ENTROPY_SHARE
     if not (share < most and signal < LITTLE_SIGNAL) or _is_solved(before, after):
         return None
@@ -217,6 +219,12 @@ def entropy_collapse(view: RunView) -> Finding | None:
         "Go on from a checkpoint before it, with a lower learner.learning_rate, learner.entropy_bonus, a higher "
         "learner.loss.clip_high or learner.kl.coefficient",
     )
+
+
+def _signal(steps: Steps) -> float:
+    """Return the share of policy tokens in groups whose replicas earn different rewards; NaN without tokens."""
+    tokens = steps.mean("policy_tokens")
+    return steps.mean("computed_policy_tokens") / tokens if tokens > 0 else math.nan
 
 
 def _alike(episodes: Sequence[Episode], since: int) -> float:

@@ -64,11 +64,14 @@ class Settings:
     """Advantages compare the replicas of a task; else all episodes of a step (reinforce++), or none (gae)."""
     max_new_tokens: int = 0
     is_on_gpus: bool = False
+    is_replaced: bool = False
+    """A stage replaces the rewards of the environments, which are those of `Episode`."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, is_on_gpus: bool = False) -> Settings:
         """Read the content of a config.yaml, also of another version: keys that are missing have the defaults above."""
         scheduler, learner, rollout = (_section(config, name) for name in ("scheduler", "learner", "rollout"))
+        stages = config.get("stages")
         ratio = scheduler.get("async_ratio")
         bounds = scheduler.get("async_ratio_bounds")
         if ratio == "auto" and isinstance(bounds, list | tuple) and bounds:
@@ -79,6 +82,8 @@ class Settings:
             compares_replicas=learner.get("advantage") not in ("reinforce++", "gae"),
             max_new_tokens=int(_number(rollout.get("max_new_tokens"), 0)),
             is_on_gpus=is_on_gpus,
+            is_replaced=isinstance(stages, list)
+            and any(isinstance(stage, Mapping) and stage.get("reward") == "replace" for stage in stages),
         )
 
 

@@ -129,7 +129,7 @@ FAULTY = (
         "one-letter-for-all",
         ("entropy-collapse",),
         [env(LOOKUP, turns=2)],
-        [*ONE_CHARACTER, "scheduler.async_ratio=0", "learner.learning_rate=2e-3"],
+        [*ONE_CHARACTER, "scheduler.async_ratio=0", "learner.learning_rate=2e-3", "steps=32"],
     ),
     Planted(
         "old-tokens",
@@ -154,7 +154,7 @@ FAULTY = (
         "prefers-longer",
         ("length-explosion",),
         [env(tells_success=False)],
-        ["learner.learning_rate=2e-3", "rollout.max_new_tokens=64"],
+        ["learner.learning_rate=2e-3", "rollout.max_new_tokens=64", "steps=24"],
         stages=[judge(prefers="longer")],
     ),
     Planted("float8-servers", ("mismatch-dtype",), [env()], [ANY_PARITY, "steps=6"], fault="float8_servers"),

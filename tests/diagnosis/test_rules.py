@@ -124,8 +124,20 @@ def test_entropy_has_collapsed_where_replicas_answer_alike_though_it_was_last_kn
     assert names(replace(view, episodes=played)) == found
 
 
+def test_answers_that_have_shrunk_until_replicas_earn_the_same_are_named_before_their_entropy() -> None:
+    falling = {"policy_tokens": (3200.0, 300.0), "computed_policy_tokens": (3000.0, 30.0), "entropy": (1.0, 0.01)}
+    assert [(each.name, each.severity) for each in find(run(**falling))] == [
+        ("length-collapse", "error"),
+        ("entropy-collapse", "error"),
+    ]
+
+
 def test_shorter_answers_that_earn_more_are_no_collapse() -> None:
     assert names(run(policy_tokens=(3200.0, 300.0), reward=(0.2, 0.8), success=(0.2, 0.8))) == []
+
+
+def test_shorter_answers_to_tasks_that_are_solved_are_no_collapse() -> None:
+    assert names(run(policy_tokens=(3200.0, 300.0), success=(0.95, 0.95))) == []
 
 
 def test_a_trend_needs_both_ends_and_steps_between_them() -> None:
@@ -242,6 +254,8 @@ def test_the_learner_is_starved_by_environments_and_on_gpus_by_servers_too() -> 
 def test_cut_answers_are_a_problem_where_they_earn_less() -> None:
     cut = episodes(40, is_cut=True, reward=0.0)
     assert names_of(episodes(40), cut) == ["clipped-answers"]
+    settings = Settings.of({"stages": [{"name": "judge", "reward": "replace"}]})
+    assert names(replace(run(), settings=settings, episodes=[*episodes(40), *cut])) == [], "a judge pays"
     assert names_of(episodes(40), episodes(40, is_cut=True)) == []
     assert names_of(episodes(400), cut) == []
     assert names_of(episodes(7), cut) == [], "too few to compare with"
