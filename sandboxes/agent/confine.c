@@ -36,6 +36,7 @@ static const int refused[] = {
     SYS_ptrace, SYS_process_vm_readv, SYS_process_vm_writev, SYS_kcmp, SYS_pidfd_getfd,
     SYS_io_uring_setup, SYS_io_uring_enter, SYS_io_uring_register,
     SYS_io_setup, /* its contexts count against a limit of the whole machine */
+    SYS_mbind, /* a policy for each page of a shared file is memory of the kernel that no limit counts */
     SYS_bpf, SYS_perf_event_open, SYS_userfaultfd, SYS_fanotify_init,
     SYS_keyctl, SYS_add_key, SYS_request_key,
     SYS_unshare, SYS_setns, SYS_mount, SYS_umount2, SYS_pivot_root, SYS_chroot, SYS_move_mount, SYS_open_tree,

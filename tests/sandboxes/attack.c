@@ -100,6 +100,12 @@ static long forks(void) {  // and stays
     return pause();
 }
 
+static long page_policy(void) {  // stays with the file behind the page, also when that is no longer mapped
+    const unsigned long node = 1;
+    void *page = mmap(NULL, 4096, PROT_READ, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    return syscall(SYS_mbind, page, 4096L, 2L /* MPOL_BIND */, &node, 64L, 0L);
+}
+
 static long fill_memory(void) {
     for (size_t megabytes = 0;; megabytes++) {
         volatile char *block = malloc(1 << 20);
@@ -406,6 +412,7 @@ int main(int count, char **words) {
     if (!strcmp(what, "core")) return told(change_core());
     if (!strcmp(what, "connections")) return told(fill_connections((int)number));
     if (!strcmp(what, "aio")) return told(syscall(SYS_io_setup, 1, &(aio_context_t){0}));
+    if (!strcmp(what, "page-policy")) return told(page_policy());
     if (!strcmp(what, "chain")) return told(chain((int)number, count > 3, count > 3 && !strcmp(words[3], "threads")));
     if (!strcmp(what, "go-on")) return told(go_on((int)number));
     if (!strcmp(what, "take")) return told(take(words[2], atol(words[3])));

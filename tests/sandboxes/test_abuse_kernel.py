@@ -32,6 +32,7 @@ def assert_refused(output: bytes) -> None:
     [
         ("io_uring",),
         ("aio",),
+        ("page-policy",),
         ("bpf",),
         ("keyctl",),
         ("userfaultfd",),
