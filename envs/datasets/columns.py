@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from roll_flash.chat.model_text import MAX_DEPTH, is_deeper
 from roll_flash.chat.templates import Tools
 from roll_flash.config.sections.data import COLUMNS, DEMONSTRATION_COLUMNS, RewardConfig
 from roll_flash.config.tree import DATASET_ENV, EnvConfig
@@ -229,14 +230,9 @@ def _own_kwargs(env: EnvConfig, row: Mapping[str, Any], place: object) -> Mappin
     """Return the keyword arguments in a column of the row. Raises ConfigError."""
     assert env.data is not None
     column = env.data.kwargs_column
-    own = None if column is None else row.get(column)
+    own = None if column is None else _from_json(row.get(column), column, place)
     if own is None:
         return {}
-    if isinstance(own, str):  # a CSV file has only texts
-        try:
-            own = json.loads(own or "{}")
-        except ValueError as error:
-            raise ConfigError(f"{place}: {column!r} is no JSON: {error}") from None
     if not isinstance(own, Mapping):
         raise ConfigError(f"{place}: {column!r} is {_shown(own)}, not a mapping of keyword arguments")
     if environment_of(env, row, place) == DATASET_ENV and (unknown := [name for name in own if name not in ROW_KWARGS]):
@@ -290,13 +286,16 @@ def demonstration_of(row: Mapping[str, Any], columns: Mapping[str, str], place: 
 
 
 def _from_json(value: Any, column: str, place: object) -> Any:
-    """Read a list that a file without lists, such as CSV, has as text."""
+    """Read what a file without lists, such as CSV, has as text."""
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value) if value else None
-    except ValueError as error:
+        found = json.loads(value) if value else None
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place}: {column!r} is no JSON: {error}") from None
+    if is_deeper([found], MAX_DEPTH):
+        raise ConfigError(f"{place}: {column!r} is nested more than {MAX_DEPTH} deep")
+    return found
 
 
 @cache

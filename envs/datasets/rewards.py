@@ -12,6 +12,7 @@ import inspect
 import json
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -142,7 +143,10 @@ def python_tests(answer: str, expected: Any, *, timeout_s: float = TEST_S) -> No
 
 def read_tests(expected: Any) -> str | list[Mapping[str, str]]:
     """Return the row's tests: Python code, or what the program reads and must print. Raises ValueError."""
-    tests = json.loads(expected) if isinstance(expected, str) and expected.lstrip().startswith("[") else expected
+    try:
+        tests = json.loads(expected) if isinstance(expected, str) and expected.lstrip().startswith("[") else expected
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
     if isinstance(tests, str):
         return tests
     is_list = isinstance(tests, list) and tests and all(isinstance(test, Mapping) for test in tests)
@@ -202,7 +206,7 @@ def fault_of_answer(reward: RewardConfig, expected: Any) -> str:
     if function in (*ANY_TEXT, "number") and not _is_text(expected):
         return "needs a text, a number, or a list of these"
     if function == "number" and _number(_text(expected)) is None:
-        return "needs a number"
+        return "needs a number, of at most 308 digits; `exact` compares others"
     if function == IN_SANDBOX:
         try:
             read_tests(expected)
@@ -330,5 +334,7 @@ def _text(value: Any) -> str:
 
 
 def _number(text: str) -> float | None:
-    """Read a number without its unit and the end of its sentence; a point before it is a part of it."""
-    return decimal_number(_GROUPED.sub("", text.strip().lstrip("$€£ ").rstrip("$€£% .")))
+    """Read a number without its unit and the end of its sentence; a point before it is a part of it. None also for one
+    that is too large for a float: any other would lie within its tolerance."""
+    value = decimal_number(_GROUPED.sub("", text.strip().lstrip("$€£ ").rstrip("$€£% .")))
+    return value if value is not None and abs(value) <= sys.float_info.max else None

@@ -14,6 +14,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
+from roll_flash.chat.model_text import MAX_DEPTH, is_deeper
 from roll_flash.errors import ConfigError
 from roll_flash.terminal import say
 
@@ -121,6 +122,8 @@ class Rows:
             ) from None
         if not isinstance(row, dict):
             raise ConfigError(f"{self.place(index)}: a row is an object with columns, not a {type(row).__name__}")
+        if line.count(b"[") + line.count(b"{") > MAX_DEPTH and is_deeper(row, MAX_DEPTH):
+            raise ConfigError(f"{self.place(index)}: the row is nested more than {MAX_DEPTH} deep; no task needs that")
         return row
 
 

@@ -293,6 +293,8 @@ def test_a_chat_in_a_file_without_lists_is_json(tmp_path: Path) -> None:
     assert tasks(write(tmp_path / "chats.jsonl", rows)).task(0).kwargs["messages"][:2] == chat
     with pytest.raises(ConfigError, match=r"my\.jsonl, line 1: 'messages' is no JSON"):
         tasks(write(tmp_path / "my.jsonl", [{"messages": "[{", "answer": 2}]))
+    with pytest.raises(ConfigError, match="line 1: 'messages' is nested more than 64 deep"):
+        tasks(write(tmp_path / "my.jsonl", [{"messages": "[" * 400 + "]" * 400, "answer": 2}]))
 
 
 @pytest.mark.parametrize(("answer", "is_said"), [("1 + 1 #### 2", True), ("2", False)])
@@ -437,6 +439,7 @@ def test_a_row_can_choose_its_environment_kwargs_and_rewards(tmp_path: Path) -> 
     [
         ({"env": 5}, "'env' is 5, not the id of an environment"),
         ({**Q, "answer": 2, "with": "{"}, "'with' is no JSON"),
+        ({**Q, "answer": 2, "with": "[" * 100_000}, "'with' is no JSON: maximum recursion depth"),
         ({**Q, "answer": 2, "with": [1]}, r"'with' is \[1\], not a mapping"),
         ({**Q, "answer": 2, "with": {"turns": 1}}, "a row can set answer_in, tools, max_turns, reward"),
         ({**Q, "answer": 2, "with": {"reward": "math"}}, "reward 'math' is none of the entry's: exact"),
@@ -530,6 +533,10 @@ BAD_ROWS: dict[str, tuple[list[Any], str]] = {
     ),
     "empty file": ([], "my.jsonl: there is no row in it"),
     "blank lines": (["", "  "], "my.jsonl: there is no row in it"),
+    "deep row": (
+        [*questions(4), '{"prompt": "why?", "answer": ' + "[" * 700 + "]" * 700 + "}"],
+        "line 5: the row is nested more than 64 deep",
+    ),
     "huge row": ([{"prompt": "a" * 10_000_000}], "line 1: the row has more than 1 MiB, the most that"),
     "duplicate ids": ([{**row, "id": 7} for row in questions(3)], "line 2: id 7 is also that of"),
     "no text": ([{"prompt": 5}], "'prompt' is 5, not a text"),
@@ -603,9 +610,9 @@ def test_rows_with_an_answer_of_the_wrong_kind_are_one_line(tmp_path: Path) -> N
     rows = [*questions(3), {**Q, "answer": "two"}]
     with pytest.raises(ConfigError, match="line 4: 'answer' is 'two': reward number needs a number"):
         tasks(write(tmp_path / "my.jsonl", rows), reward="number")
-    rows = [{**Q, "answer": [{"input": 3, "output": "6"}]}] * 2
-    with pytest.raises(ConfigError, match="reward python_tests needs tests: tests are Python code or a list"):
-        tasks(write(tmp_path / "tests.jsonl", rows), reward="python_tests")
+    for answer, why in (([{"input": 3, "output": "6"}], "tests are Python code or a list"), ("[" * 100_000, "maximum")):
+        with pytest.raises(ConfigError, match=f"reward python_tests needs tests: {why}"):
+            tasks(write(tmp_path / "tests.jsonl", [{**Q, "answer": answer}] * 2), reward="python_tests")
 
 
 @pytest.mark.parametrize("said", ["", " ", "None", "null"])
@@ -819,6 +826,15 @@ def test_ready_rewards() -> None:
     ]
     with pytest.raises(EnvError, match="is no number"):
         number("4", "four")
+
+
+@pytest.mark.parametrize("wanted", [10**400, "-1e999"])
+def test_a_number_that_no_float_holds_is_not_within_the_tolerance_of_all_others(wanted: Any, tmp_path: Path) -> None:
+    with pytest.raises(EnvError, match="is no number"):
+        number("5", wanted)
+    assert number("1e999", 5) == 0
+    with pytest.raises(ConfigError, match="reward number needs a number, of at most 308 digits; `exact` compares"):
+        tasks(write(tmp_path / "my.jsonl", [*questions(3), {**Q, "answer": wanted}]), reward="number")
 
 
 @pytest.mark.parametrize("answer", ["NaN", '{"score": NaN}', "[Infinity]", "-Infinity", "1" + "0" * 400, "[" * 9000])
