@@ -16,7 +16,7 @@ from typing import Any
 
 import gymnasium
 
-from roll_flash.chat.model_text import encodable
+from roll_flash.chat.model_text import cut_middle, encodable
 from roll_flash.config.tree import RolloutConfig
 from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.base import Env, SandboxEnv
@@ -26,6 +26,10 @@ from roll_flash.types import Message, Task, as_reward
 
 QUICK_MAKE_S = 1e-3
 """Seconds. An asynchronous environment whose constructor is faster needs no thread for it."""
+
+MAX_CHARACTERS = 1 << 22
+"""Maximum characters of a message in an answer, about a million tokens. An action can make an answer far longer, which
+fits into no context and would be written with its episode several times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,7 @@ class AsyncEnvironment:
         returned = await self._call(self._env.step, action)
         shape = "(observation, reward, terminated, truncated, info)"
         observation, reward, terminated, truncated, info = _as_tuple(returned, "step", shape, 5)
-        messages = _as_messages(observation)
+        messages = list(map(_shortened, _as_messages(observation)))
         text = "\n".join(str(message.get("content", "")) for message in messages)
         return Step(messages, text, _as_reward(reward), bool(terminated), bool(truncated), _as_info(info))
 
@@ -241,6 +245,11 @@ def _as_messages(observation: Any) -> list[Message]:
         f"an observation must be a str or a list of messages with roles, not {type(observation).__name__}; "
         "render it as text in the environment or in a wrapper (GymText-v0 does it for discrete actions)"
     )
+
+
+def _shortened(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": cut_middle(content, MAX_CHARACTERS)} if isinstance(content, str) else message
 
 
 def _has_other_parts(message: Message) -> bool:

@@ -20,6 +20,7 @@ from roll_flash.config.tree import RolloutConfig
 from roll_flash.envs import Env, ToolEnv, register_env, reward, tool
 from roll_flash.envs.hosting.environment_threads import EnvironmentThreads
 from roll_flash.envs.hosting.environments import (
+    MAX_CHARACTERS,
     AsyncEnvironment,
     BadRewardError,
     EnvironmentMaker,
@@ -483,6 +484,22 @@ def test_halves_of_characters_that_a_tool_echoes_can_be_tokenised() -> None:
         {"role": "tool", "content": "a?b"},
         {"role": "user", "content": None},
     ]
+
+
+def test_an_answer_that_fits_into_no_context_is_not_written_whole_with_its_episode() -> None:
+    """An action can make one of many megabytes, which were written twice with each episode."""
+
+    class Prints(Echo):
+        async def step(self, action: str) -> Any:
+            return int(action) * "x", 0.0, False, False, {}
+
+    longest = MAX_CHARACTERS
+    found = play(Prints(), ScriptedPolicy(str(longest), str(10 * longest), ContextFullError("full")), PATIENT)
+    assert isinstance(found, Trajectory)
+    assert [len(turn.observation) == longest for turn in found.turns] == [True, False]
+    assert len(found.turns[1].observation) < longest + 100
+    assert f"[... {9 * longest} of {10 * longest} characters left out ...]" in found.turns[1].observation
+    assert found.messages[-1]["content"] == found.turns[1].observation
 
 
 def test_an_episode_whose_tools_are_made_slow_is_scored_and_not_given_up() -> None:
