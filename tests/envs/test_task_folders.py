@@ -325,6 +325,9 @@ def test_a_task_of_terminal_bench_is_solved_when_all_its_tests_pass(tmp_path: Pa
         ({"task.toml": '[[steps]]\nname = "one"', "instruction.md": "x"}, "steps: .*at most 0"),
         ({"task.yaml": "instruction: [", "run-tests.sh": ""}, "not valid YAML"),
         ({"task.yaml": "parser_name: pytest", "run-tests.sh": ""}, "instruction: Field required"),
+        ({"task.yaml": "created: 2024-13-45", "run-tests.sh": ""}, "cannot be read: month must be in 1..12"),
+        ({"task.yaml": "[" * 2000 + "]" * 2000, "run-tests.sh": ""}, "cannot be read: maximum recursion depth"),
+        ({**TERMINAL_BENCH, "docker-compose.yaml": "[1]"}, "cannot be read: 'list' object"),
         (
             {**TERMINAL_BENCH, "docker-compose.yaml": "services: {client: {}, database: {}}"},
             "services are client, database; only one",
@@ -338,6 +341,37 @@ def test_a_folder_that_is_no_whole_task_is_one_line_that_says_why(
     with pytest.raises(ConfigError, match=f"half.*{reason}") as error:
         TaskFolder(task)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["instruction.md", "tests", "environment", "task.toml"])
+def test_a_task_takes_no_files_of_this_machine_through_links(tmp_path: Path, name: str) -> None:
+    """A model, and whoever serves it, would see them: the instruction may be a link to a key."""
+    task, elsewhere = harbor_task(tmp_path / "task"), harbor_task(tmp_path / "elsewhere")
+    (task / name).rename(task / "away")
+    (task / name).symlink_to(elsewhere / name)
+    with pytest.raises(ConfigError, match=f"task/{name}: it leads out of the task's folder"):
+        load_task(task)
+    (task / name).unlink()
+    (task / name).symlink_to("away")
+    assert load_task(task).instruction == "Do it."
+
+
+@pytest.mark.parametrize("context", ["..", "../elsewhere", "/"])
+def test_a_task_of_terminal_bench_is_built_from_its_own_folder(tmp_path: Path, context: str) -> None:
+    write(tmp_path / "elsewhere", {"Dockerfile": ON_OUR_IMAGE, "secret": "x"})
+    compose = f"services: {{client: {{build: {{context: {context}}}}}}}"
+    with pytest.raises(ConfigError, match="it leads out of the task's folder"):
+        load_task(write(tmp_path / "task", {**TERMINAL_BENCH, "docker-compose.yaml": compose}))
+
+
+def test_variables_of_this_machine_that_tasks_get_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("A_KEY_OF_OURS", "secret")
+    toml = '[environment]\nenv = { A = "${A_KEY_OF_OURS}", B = "${NOT_SET_HERE:-b}" }\n'
+    assert {("A", "secret"), ("B", "b")} <= set(load_task(harbor_task(tmp_path / "task", toml=toml)).spec.env)
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.endswith("tasks get the variable A_KEY_OF_OURS of this machine: their task.toml asks for it")
 
 
 def test_one_broken_task_spoils_only_its_own_episodes(tmp_path: Path) -> None:

@@ -20,13 +20,18 @@ from typing import Any, Literal
 import pydantic
 import yaml
 
-from roll_flash.errors import ConfigError
+from roll_flash.errors import ConfigError, first_line
 from roll_flash.sandboxes import SandboxSpec
 from roll_flash.sandboxes.files.build_context import read_build_folder
 from roll_flash.terminal import say
 
 HARBOR_FILE, TERMINAL_BENCH_FILE = "task.toml", "task.yaml"
 TASK_FILES = (HARBOR_FILE, TERMINAL_BENCH_FILE, "instruction.md")
+USED_FILES = (
+    *(*TASK_FILES, "environment", "environment/Dockerfile", "environment/docker-compose.yaml", "tests", "solution"),
+    *("Dockerfile", "docker-compose.yaml", "run-tests.sh", "solution.sh"),
+)
+"""What is read here of tasks. Links deeper in folders stay links in the sandbox."""
 DEFAULT_WORKDIR = "/app"
 DEPTH = 4
 """Maximum folder depth of the search for tasks."""
@@ -136,6 +141,7 @@ def longest_limits(folder: Path, options: FolderOptions) -> tuple[float, float]:
 def load_task(folder: Path, options: FolderOptions | None = None) -> FolderTask:
     """Read one task folder. Raises ConfigError with the file and the reason."""
     options = options or FolderOptions()
+    _must_be_inside(folder, *USED_FILES)
     try:
         if (folder / HARBOR_FILE).is_file():
             return _read_harbor(folder, options)
@@ -145,12 +151,12 @@ def load_task(folder: Path, options: FolderOptions | None = None) -> FolderTask:
         raise ConfigError(f"{folder / HARBOR_FILE}: not valid TOML: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{folder}: not valid YAML: {' '.join(str(error).split())[:300]}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{folder}: cannot be read: {error}") from None
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{folder}: {where + ': ' if where else ''}{first['msg']}") from None
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:  # of shapes that no task has
+        raise ConfigError(f"{folder}: cannot be read: {first_line(error)}") from None
     raise ConfigError(f"{folder}: there is no {HARBOR_FILE} in it")
 
 
@@ -268,6 +274,7 @@ def _compose_source(folder: Path) -> dict[str, Any]:
     settings = {"context": build} if isinstance(build, str) else dict(build)
     context = folder / settings.get("context", ".")
     name = settings.get("dockerfile", "Dockerfile")
+    _must_be_inside(folder, settings.get("context", "."), context / "Dockerfile")
     _must_have(context, name)
     if name == "Dockerfile":
         dockerfile, packed = read_build_folder(context)
@@ -298,6 +305,13 @@ def _must_have(folder: Path, *names: str) -> None:
             raise ConfigError(f"{folder}: {name} is missing")
 
 
+def _must_be_inside(folder: Path, *names: str | Path) -> None:
+    """Raise ConfigError for what a link or `..` takes from elsewhere: a model would see files of this machine."""
+    for name in names:
+        if not Path(os.path.realpath(folder / name)).is_relative_to(os.path.realpath(folder)):
+            raise ConfigError(f"{folder / name}: it leads out of the task's folder; copy there what the task needs")
+
+
 def _in_mb(folder: Path, text: str | None) -> int | None:
     if text is None:
         return None
@@ -316,12 +330,19 @@ def _workdir_of(dockerfile: str) -> str:
 
 
 def _resolved(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
-    """Replace `${NAME}` and `${NAME:-default}` by variables of this process, as in Harbor."""
+    """Replace `${NAME}` and `${NAME:-default}` by variables of this process, as in Harbor, and say so."""
 
     def value_of(match: re.Match[str]) -> str:
         value = os.environ.get(match[1], match[2])
         if value is None:
             raise ConfigError(f"{folder / HARBOR_FILE}: the environment variable {match[1]} is not set")
+        if match[1] in os.environ:
+            _name_variable(match[1])
         return value
 
     return {name: _VARIABLE.sub(value_of, text) for name, text in variables.items()}
+
+
+@cache
+def _name_variable(name: str) -> None:
+    say(f"tasks get the variable {name} of this machine: their {HARBOR_FILE} asks for it", error=True)
