@@ -39,6 +39,8 @@ FOLDER = "/tmp/agent"
 CHECK_MARGIN_S = 5.0
 """Seconds added to the checks' timeouts for writing their files."""
 MAX_OUTPUT_BYTES = 1 << 16
+MAX_VARIABLE_BYTES = 120_000
+"""Kernels start no program with a variable of 128 KiB."""
 SHOWN_OUTPUT = 600
 SHOWN_LINES = 3
 EXIT_NOT_STARTED = (126, 127)
@@ -180,7 +182,7 @@ class AgentEnv(SandboxEnv):
             self._filled_command(instruction, gateway.model),
             timeout=self._time_limit_s,
             stdin=None if self._takes_instruction else instruction,
-            env={**self._variables(gateway), "AGENT_INSTRUCTION": instruction, **self._env},
+            env={**self._variables(gateway, instruction), **self._env},
             max_output=MAX_OUTPUT_BYTES,
             merge_stderr=True,
         )
@@ -253,9 +255,11 @@ class AgentEnv(SandboxEnv):
             return _filled(self._command, '"$AGENT_INSTRUCTION"', '"$OPENAI_MODEL"')
         return [_filled(word, instruction, model) for word in self._command]
 
-    def _variables(self, gateway: AgentGateway) -> dict[str, str]:
+    def _variables(self, gateway: AgentGateway, instruction: str) -> dict[str, str]:
         host = f"http://127.0.0.1:{GATEWAY_PORT}"
+        fits = self._takes_instruction or len(instruction.encode()) <= MAX_VARIABLE_BYTES
         return {
+            **({"AGENT_INSTRUCTION": instruction} if fits else {}),
             "OPENAI_BASE_URL": f"{host}/v1",
             "OPENAI_API_BASE": f"{host}/v1",
             "OPENAI_API_KEY": gateway.api_key,

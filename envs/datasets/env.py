@@ -184,7 +184,7 @@ class SandboxDatasetEnv(DatasetEnv, SandboxToolEnv):
         for the word can cheat, since it shares the process with the tests (docs/data.md)."""
         word = secrets.token_hex(16)
         source = _HARNESS.format(program=PROGRAM, tests=tests, word=word)
-        result = await self.sandbox.exec(("python3", "-I", "-c", source), timeout=timeout_s)
+        result = await self.sandbox.exec(("python3", "-I", "-"), stdin=source, timeout=timeout_s)
         await self.sandbox.kill_all()
         return float(result.ok and result.stdout_text.rstrip().endswith(word))
 

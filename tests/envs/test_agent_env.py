@@ -241,6 +241,16 @@ def test_the_instruction_comes_in_every_way_as_it_is(how: str) -> None:
     assert run(env)[0] == 1.0
 
 
+def test_an_instruction_that_no_variable_holds_comes_by_file_and_standard_input() -> None:
+    """Kernels start no program with a variable of 128 KiB: no episode of such a task gave a sample."""
+    found = "len(sys.stdin.read()) == len(open(os.environ['AGENT_INSTRUCTION_FILE']).read()) == 200_000"
+    code = f"{ASK}\nimport sys; open('said', 'w').write(str({found}))"
+    env = AgentEnv(
+        command=["python3", "-c", code], image=AGENTS_IMAGE, instruction="x" * 200_000, verifier="grep -q True said"
+    )
+    assert run(env)[0] == 1.0
+
+
 async def said_the_seed(sandbox: Sandbox, seed: int) -> float:
     return float(await sandbox.read("said") == f"""it's "{seed}"; $HOME `id` \\n""".encode())
 

@@ -945,6 +945,21 @@ def test_a_program_whose_right_output_is_long_passes() -> None:
     assert asyncio.run(episode()) == 1.0
 
 
+def test_a_right_program_passes_tests_that_are_longer_than_an_argument_may_be() -> None:
+    """In the `local` sandbox. Kernels start no program with an argument of 128 KiB, so every program got 0."""
+    tests = "assert double(3) == 6\n" * 10_000
+    env: Any = make_env("Dataset-v0", answer=tests, rewards=[{"function": "python_tests"}]).unwrapped
+
+    async def episode() -> float:
+        async with open_sandbox(SandboxSpec(), provider="local") as sandbox:
+            env.sandbox = sandbox
+            await env.reset(seed=0)
+            _, found, *_ = await env.step("```python\ndef double(x): return 2 * x\n```")
+            return float(found)
+
+    assert asyncio.run(episode()) == 1.0
+
+
 @pytest.mark.parametrize(
     "harm", ["os.remove('program.py'); os.mkdir('program.py'); open('program.py/x', 'w')", "os.chmod('.', 0)"]
 )
