@@ -125,6 +125,38 @@ def test_an_answer_that_a_reward_cannot_read_is_worth_nothing_and_other_errors_a
     assert failed.value.cause == "env_error"
 
 
+READERS = """
+
+class SumsTask(SumTask):
+    @vf.metric
+    async def read(self, trace: vf.Trace) -> float:
+        return float(int(trace.assistant_messages[-1].content))
+
+    @vf.stop
+    async def is_even(self, trace: vf.Trace) -> bool:
+        return int(trace.assistant_messages[-1].content) % 2 == 0 if trace.assistant_messages else False
+
+    @vf.reward(weight=1.0)
+    async def several(self, trace: vf.Trace) -> dict[str, float]:
+        return {"one": float("nan") if trace.assistant_messages[-1].content == "7" else 0.0}
+
+
+class SumsTaskset(vf.Taskset[SumsTask, SumsConfig]):
+    def load(self):
+        yield SumsTask(SumData(prompt="0 plus 2?", answer="2"), self.config.task)
+"""
+
+
+@pytest.mark.parametrize(("said", "what"), [("two", "read raised ValueError"), ("7", "several returned {'one': nan}")])
+def test_an_answer_that_a_metric_or_a_stop_condition_cannot_read_is_scored_too(
+    tmp_path: Path, said: str, what: str
+) -> None:
+    (tmp_path / "readers.py").write_text(SUMS + READERS)
+    trajectory = play(str(tmp_path / "readers.py"), lambda messages: said)
+    assert trajectory.reward == pytest.approx(0.2), "for being short"
+    assert what in trajectory.info["score_error"]
+
+
 def test_an_environment_of_theirs_continues_the_conversation_and_the_limit_of_turns_ends_it(tmp_path: Path) -> None:
     (tmp_path / "insist.py").write_text(SUMS + INSIST)
     answers = iter(["5", "2"])

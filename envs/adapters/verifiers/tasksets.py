@@ -67,7 +67,7 @@ class Tasksets(Env):
         self._config, tasks = await call_in_thread(lambda: load(self._name, args))
         task, self._episode, self._faults = copy.copy(tasks[seed % len(tasks)]), None, []
         hooks = task.hooks
-        task.hooks = lambda kind: [self._kept(each) if kind == "reward" else each for each in hooks(kind)]
+        task.hooks = lambda kind: [self._kept(each, is_number=kind != "stop") for each in hooks(kind)]
         self._task = task
         return "", {"task": task.data.prompt_text, "task_key": task.key}
 
@@ -99,16 +99,17 @@ class Tasksets(Env):
             **({"score_error": "; ".join(self._faults)[:MAX_ERROR_CHARACTERS]} if self._faults else {}),
         }
 
-    def _kept(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a reward function: it gives 0 if the model's text makes it raise, or return a number that is not finite.
-        The package would end the scoring, and a policy that is never scored learns nothing from that."""
+    def _kept(self, function: Callable[..., Any], *, is_number: bool) -> Callable[..., Any]:
+        """Wrap a reward, metric or stop condition: it gives 0 if the model's text makes it raise or return numbers that
+        are not finite. The package would end the episode, and a policy that is never scored learns nothing from it."""
 
         @functools.wraps(function)
         async def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 value = function(*args, **kwargs)
                 value = await value if inspect.isawaitable(value) else value
-                if isinstance(value, Mapping) or math.isfinite(value):
+                numbers = value.values() if isinstance(value, Mapping) else (value,)
+                if not is_number or all(map(math.isfinite, numbers)):
                     return value
                 fault = f"{function.__name__} returned {value}"
             except Exception as error:
