@@ -152,7 +152,12 @@ class AsyncEnvironment:
     async def reset(self, seed: int) -> tuple[list[Message], Mapping[str, Any]]:
         returned = await self._call(self._env.reset, seed=seed)
         observation, info = _as_tuple(returned, "reset", "(observation, info)", 2)
-        return _as_messages(observation), _as_info(info)
+        messages = _as_messages(observation)
+        if any(map(_is_long, messages)):
+            raise EnvError(
+                f"reset returned a message of more than {MAX_CHARACTERS:,} characters: too long for any model"
+            )
+        return messages, _as_info(info)
 
     async def step(self, action: str) -> Step:
         returned = await self._call(self._env.step, action)
@@ -247,9 +252,13 @@ def _as_messages(observation: Any) -> list[Message]:
     )
 
 
-def _shortened(message: Message) -> Message:
+def _is_long(message: Message) -> bool:
     content = message.get("content")
-    return {**message, "content": cut_middle(content, MAX_CHARACTERS)} if isinstance(content, str) else message
+    return isinstance(content, str) and len(content) > MAX_CHARACTERS
+
+
+def _shortened(message: Message) -> Message:
+    return {**message, "content": cut_middle(message["content"], MAX_CHARACTERS)} if _is_long(message) else message
 
 
 def _has_other_parts(message: Message) -> bool:

@@ -502,6 +502,16 @@ def test_an_answer_that_fits_into_no_context_is_not_written_whole_with_its_episo
     assert found.messages[-1]["content"] == found.turns[1].observation
 
 
+def test_a_prompt_that_fits_into_no_context_is_refused_before_it_is_tokenised() -> None:
+    class Novel(Echo):
+        async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            return "x" * (MAX_CHARACTERS + 1), {}
+
+    found = play(Novel(), ScriptedPolicy("a"))
+    assert isinstance(found, EpisodeFailure)
+    assert (found.cause, "message of more than 4,194,304 characters" in found.message) == ("env_error", True)
+
+
 def test_an_episode_whose_tools_are_made_slow_is_scored_and_not_given_up() -> None:
     """No sample would be better for a policy than the 0 it deserves."""
     policy = ScriptedPolicy(*['<tool_call>{"name": "wait", "arguments": {}}</tool_call>'] * 30)
