@@ -15,6 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from roll_flash.monitor.episodes import own_answers
 from roll_flash.stream.episodes import NO_LOGPROB
 
 MAX_CHARACTERS = 20_000
@@ -98,9 +99,7 @@ def _sample(sample: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str,
 
 def _messages(sample: Mapping[str, Any], turns: int) -> list[dict[str, Any]]:
     messages = sample.get("messages") or []
-    answers = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
-    # Earlier assistant messages are few-shot examples from the environment.
-    own = {place: turn for turn, place in enumerate(answers[-turns:] if 0 < turns <= len(answers) else answers)}
+    own = {place: turn for turn, place in enumerate(own_answers(messages, turns))}
     return [
         {"role": str(message.get("role", "?")), "turn": own.get(place), **_cut(_as_text(message.get("content")))}
         for place, message in enumerate(messages)

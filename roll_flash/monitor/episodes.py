@@ -303,11 +303,16 @@ def task_hash(record: Mapping[str, Any]) -> str:
     return hash_of_task(record["env_id"], record["messages"], len(record["turns"]), record["info"])
 
 
+def own_answers(messages: Sequence[Mapping[str, Any]], turns: int) -> list[int]:
+    """Return the places of the messages that the model wrote in its `turns`. Earlier ones of the assistant are of the
+    task: examples, or a conversation that goes on."""
+    places = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+    return places[-turns:] if 0 < turns <= len(places) else places
+
+
 def hash_of_task(env_id: str, messages: Sequence[Mapping[str, Any]], turns: int, info: Mapping[str, Any]) -> str:
     """Return a hash that is equal for tasks which show the model the same messages before its first turn."""
-    answers = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
-    # Earlier assistant messages are few-shot examples from the environment.
-    own = answers[-turns:] if 0 < turns <= len(answers) else answers
+    own = own_answers(messages, turns)
     shown: Any = info["task"] if "task" in info else messages[: own[0] if own else None]
     text = json.dumps([env_id, shown], sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]

@@ -7,6 +7,7 @@ from typing import Any
 from roll_flash.chat.templates import chat_template_of
 from roll_flash.config.sections.distill import HINT, HintConfig
 from roll_flash.errors import RunError
+from roll_flash.monitor.episodes import own_answers
 from roll_flash.types import Branch, Message, Trajectory
 
 
@@ -20,10 +21,10 @@ def hinted_tokens(
     the recorded messages: else the teacher would see another conversation.
     """
     template = chat_template_of(tokenizer)
-    own = [place for place, message in enumerate(sample.messages) if message["role"] == "assistant"]
-    if not 0 < len(sample.turns) <= len(own):
+    own = own_answers(sample.messages, len(sample.turns))
+    if not 0 < len(sample.turns) == len(own):
         raise RunError("a sample without recorded messages of its turns can have no hint (distill.hint)")
-    opening, begin = list(sample.messages[: own[-len(sample.turns)]]), sample.turns[0].start
+    opening, begin = list(sample.messages[: own[0]]), sample.turns[0].start
     if template.prompt(opening) != sample.token_ids[:begin].tolist():
         raise RunError(
             "the chat template makes another prompt of the recorded messages, which say nothing of tools that it "

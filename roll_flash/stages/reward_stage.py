@@ -15,6 +15,7 @@ from roll_flash.config.sections.stages import StageConfig
 from roll_flash.config.tree import Config
 from roll_flash.config.user_code import load_module
 from roll_flash.errors import ConfigError, ModelError, RollFlashError
+from roll_flash.monitor.episodes import own_answers
 from roll_flash.processes.background import call_in_thread
 from roll_flash.types import Message, Trajectory
 
@@ -112,7 +113,7 @@ class JudgeStage:
         await self._judge.close()
 
     async def _score(self, trajectory: Trajectory) -> float:
-        question, answer = split_conversation(trajectory.messages)
+        question, answer = split_conversation(trajectory.messages, len(trajectory.turns))
         reference = None
         if self._reference is not None:
             # KeyError if missing: a task without its reference would be judged differently from the others.
@@ -121,9 +122,10 @@ class JudgeStage:
         return await self._judge.score(question=_text(question), answer=said, reference=reference)
 
 
-def split_conversation(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """Split messages into those before the model's first one, and from there to its last one; drop the rest."""
-    own = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+def split_conversation(messages: Sequence[Message], turns: int) -> tuple[list[Message], list[Message]]:
+    """Split messages into those before the first of the model's `turns`, and from there to its last one; drop the
+    rest."""
+    own = own_answers(messages, turns)
     if not own:
         raise ValueError("there is no message of the model to judge")
     return list(messages[: own[0]]), list(messages[own[0] : own[-1] + 1])

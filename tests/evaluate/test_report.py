@@ -153,6 +153,8 @@ def test_calls_thinking_and_observations_are_folded_and_answers_are_not() -> Non
     )
     messages = episode_for_page(episode_record(trajectory_of(spec, True, messages=said)))["messages"]
     assert [message["parts"][0]["kind"] for message in messages] == ["text", "text", "folded"]
+    messages = episode_for_page(episode_record(trajectory_of(spec, True, messages=said[:2] + said)))["messages"]
+    assert [bool(message["about"]) for message in messages] == [False, False, False, True, False], "first an example"
 
 
 def trajectory_task() -> Any:

@@ -258,11 +258,14 @@ def test_a_judge_sees_the_task_and_the_models_last_message() -> None:
         {"role": "assistant", "content": "last"},
         {"role": "tool", "content": "after"},
     ]
-    question, answer = split_conversation(messages)
+    question, answer = split_conversation(messages, 2)
     assert [message["content"] for message in question] == ["s", "q"]
     assert [message["content"] for message in answer] == ["first", "42", "last"]
     with pytest.raises(ValueError, match="no message of the model"):
-        split_conversation(messages[:2])
+        split_conversation(messages[:2], 0)
+    question, answer = split_conversation(messages, 1)
+    assert [message["content"] for message in question] == ["s", "q", "first", "42"], "an example in the prompt"
+    assert [message["content"] for message in answer] == ["last"]
 
 
 def test_a_message_cannot_go_on_as_another_before_a_judge_of_conversations() -> None:

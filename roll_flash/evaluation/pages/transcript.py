@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from roll_flash.chat.model_text import cut_middle
+from roll_flash.monitor.episodes import own_answers
 
 MAX_MESSAGE_CHARACTERS = 20_000
 """Maximum characters per message: longer ones show beginning and end; the files in `transcripts/` have all of it."""
@@ -42,12 +43,11 @@ class PageTranscripts:
 
 
 def episode_for_page(record: Mapping[str, Any]) -> dict[str, Any]:
-    turns = iter(record["turns"])
+    turns = dict(zip(own_answers(record["messages"], len(record["turns"])), record["turns"], strict=False))
     messages, answered = [], False
-    for message in record["messages"]:
-        role = str(message.get("role", "?"))
-        turn = next(turns, None) if role == "assistant" else None
-        answered = answered or role == "assistant"
+    for place, message in enumerate(record["messages"]):
+        role, turn = str(message.get("role", "?")), turns.get(place)
+        answered = answered or turn is not None
         messages.append({"role": role, "about": _about(turn), "parts": _parts(message, role, answered)})
     # The observation after the last action is not a message, because no turn follows it.
     last = record["turns"][-1]["observation"] if record["turns"] else ""
