@@ -20,6 +20,9 @@ Message = dict[str, Any]
 
 FinishReason = Literal["stop", "length", "abort"]
 EpisodeEnd = Literal["terminated", "truncated", "max_turns", "context_limit"]
+ENDS_OF_THE_RUN: tuple[EpisodeEnd, ...] = ("max_turns", "context_limit")
+"""Ends of episodes that the run ended, and not the environment: the reward of the last turn has the final score in
+it."""
 FailureCause = Literal[
     "env_error",
     "env_timeout",

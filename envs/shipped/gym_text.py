@@ -85,6 +85,9 @@ class GymText(TextGame):
         is_over = bool(terminated or truncated)
         return float(reward), is_over, self._has_won(bool(terminated)) if is_over else None
 
+    def won_so_far(self) -> bool | None:
+        return None if self._has_won(terminated=True) is None else False
+
     def show(self) -> str:
         picture = self._env.render() if self._env.render_mode == "ansi" else None
         if isinstance(picture, str):

@@ -82,7 +82,11 @@ class TextGame(gymnasium.Env[str, str]):
 
     def conclude(self) -> tuple[float, dict[str, Any]]:
         """Return the result of a game that the run ended before it was over."""
-        return self._reward_of_unused_moves(), {"success": False}
+        return self._reward_of_unused_moves(), self._result(self.won_so_far())
+
+    def won_so_far(self) -> bool | None:
+        """Return if a game that is stopped before its end is won: no, but None if its end would not tell either."""
+        return False
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self._turns += 1
@@ -99,9 +103,11 @@ class TextGame(gymnasium.Env[str, str]):
         total += self._reward_of_unused_moves() if truncated else 0.0
         info: dict[str, Any] = {"valid": moves is not None}
         if is_over or truncated:
-            success = False if truncated and won is None else won
-            info |= {} if success is None else {"success": success}
+            info |= self._result(self.won_so_far() if truncated else won)
         return said + self.show(), total, is_over, truncated, info
+
+    def _result(self, won: bool | None) -> dict[str, Any]:
+        return {} if won is None else {"success": won}
 
     def _reward_of_unused_moves(self) -> float:
         return self.move_cost * (self._max_turns * self._moves_per_turn - self._moves) if self.move_cost else 0.0

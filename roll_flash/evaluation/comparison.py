@@ -13,6 +13,7 @@ from typing import Any
 
 from roll_flash.errors import ConfigError
 from roll_flash.evaluation.journal import EPISODES_FILE, PLAN_FILE, read_plan, read_records
+from roll_flash.evaluation.result import with_cut_off_failures
 from roll_flash.evaluation.statistics import Estimate, bootstrap_interval
 
 Record = Mapping[str, Any]
@@ -169,7 +170,7 @@ def _read(folder: Path) -> tuple[Side, dict[str, list[Record]]]:
     plan = read_plan(folder) or {}
     by_id = {record["episode_id"]: record for record in read_records(folder)}
     tasks: dict[str, list[Record]] = {}
-    for record in by_id.values():
+    for record in with_cut_off_failures([*by_id.values()]):
         if record["kind"] == "trajectory":
             tasks.setdefault(str(record["task_id"]), []).append(record)
     if not tasks:

@@ -20,7 +20,7 @@ from roll_flash.evaluation.attempts import Attempts
 from roll_flash.evaluation.budget import Budget
 from roll_flash.evaluation.journal import Journal
 from roll_flash.evaluation.pages.report import write_report
-from roll_flash.evaluation.result import EvalResult, Usage, score
+from roll_flash.evaluation.result import EvalResult, Usage, score, with_cut_off_failures
 from roll_flash.evaluation.tasks import build_episodes, held_out_tasks
 from roll_flash.monitor.episodes import Outcome
 from roll_flash.types import EpisodeSpec, SamplingParams
@@ -108,7 +108,8 @@ class Evaluation:
     def result(self) -> EvalResult:
         """Return the current result; also write it and the report to the folder."""
         by_id = self._journal.records
-        records = [by_id[spec.episode_id] for spec in self._specs if spec.episode_id in by_id]
+        ended = [by_id[spec.episode_id] for spec in self._specs if spec.episode_id in by_id]
+        records = with_cut_off_failures(ended)
         budget = self._budget
         result = score(
             records,

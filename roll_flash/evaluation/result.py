@@ -18,6 +18,7 @@ from roll_flash.evaluation.statistics import (
 )
 from roll_flash.monitor.metrics import EVAL_REWARD, EVAL_SUCCESS, EVAL_SUCCESS_HIGH, EVAL_SUCCESS_LOW
 from roll_flash.run.trained_tasks import hashes_by_task, notes_on_tasks
+from roll_flash.types import ENDS_OF_THE_RUN
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,20 @@ class EvalResult:
         return _table(self)
 
 
+def with_cut_off_failures(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return records in which an attempt that the limit of turns or tokens ended, and whose environment said nothing of
+    success, is no success. If the environment says so of no attempt, they stay as they are.
+
+    Many environments tell success only when they end themselves: without the others the rate would be too high.
+    """
+    if all(record["success"] is None for record in records):
+        return list(records)
+    return [
+        {**record, "success": False} if record["success"] is None and record.get("end") in ENDS_OF_THE_RUN else record
+        for record in records
+    ]
+
+
 def score(
     records: Iterable[Mapping[str, Any]],
     *,
@@ -152,7 +167,7 @@ def score(
     successes = _by_task([record for record in ended if record["success"] is not None], "success", hashes)
     wanted = list(pass_at) or ks_to_report(attempts)
     passes = {k: estimate_pass_at_k(successes, k) for k in wanted if k <= attempts} if successes else {}
-    usage = usage or Usage()
+    usage, silent = usage or Usage(), sum(record["success"] is None for record in ended)
     return EvalResult(
         label=label,
         tasks=tasks,
@@ -171,7 +186,7 @@ def score(
         usage=usage,
         tried_again=tried_again,
         stopped=stopped,
-        notes=(*_notes(wanted, attempts, successes, usage), *notes_on_tasks(hashes, trained)),
+        notes=(*_notes(wanted, attempts, successes, silent, usage), *notes_on_tasks(hashes, trained)),
         task_hashes=frozenset(hashes.values()),
         trained_on=len(set(hashes.values()) & set(trained)),
     )
@@ -192,8 +207,16 @@ def _versions(records: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return {str(version): found[version] for version in sorted(found)}
 
 
-def _notes(wanted: Sequence[int], attempts: int, successes: Sequence[Sequence[bool]], usage: Usage) -> tuple[str, ...]:
+def _notes(
+    wanted: Sequence[int], attempts: int, successes: Sequence[Sequence[bool]], silent: int, usage: Usage
+) -> tuple[str, ...]:
+    """`silent`: number of scored attempts without a reported success."""
     notes = []
+    if successes and silent:
+        notes.append(
+            f"{silent} scored attempts report no success and are left out of it and of pass@k: let the environment set "
+            'info["success"] whenever it ends, or set envs.N.success_above'
+        )
     if too_many := [k for k in wanted if k > attempts]:
         ks = ", ".join(f"pass@{k}" for k in too_many)
         notes.append(

@@ -213,6 +213,15 @@ def test_a_game_in_which_each_move_costs_is_worth_most_when_it_is_won(lazy: str)
     assert GymText("CartPole-v1").conclude()[0] == 0.0
 
 
+@pytest.mark.parametrize(("env_id", "success"), [("Blackjack-v1", None), ("MountainCar-v0", False)])
+def test_a_game_that_is_cut_off_is_a_failure_only_if_its_end_tells_success(env_id: str, success: bool | None) -> None:
+    """Else the failures of those that were cut off would be all that is known of success."""
+    env = GymText(env_id, max_turns=1)
+    env.reset(seed=4)
+    assert env.conclude()[1].get("success") is success
+    assert env.step("gibberish")[4].get("success") is success
+
+
 def test_an_environment_of_numbers_is_shown_in_words() -> None:
     env = GymText("CartPole-v1", max_turns=2)
     observation, _ = env.reset(seed=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,10 +15,11 @@ from scripted_runner import Script, ScriptedRunner
 from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.tree import EnvConfig, load_config
 from roll_flash.errors import ConfigError
+from roll_flash.evaluation.comparison import compare_folders
 from roll_flash.evaluation.evaluation import evaluate, evaluate_environments, is_complete
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.evaluation.tasks import build_episodes, held_out_tasks
-from roll_flash.types import EpisodeSpec, SamplingParams
+from roll_flash.types import EpisodeSpec, SamplingParams, Trajectory
 
 ENV = EnvConfig(id="Maze-v0", kwargs={"size": 3}, max_turns=5)
 
@@ -89,6 +91,35 @@ def test_an_environment_that_reports_no_success_still_has_its_reward() -> None:
     assert result.success is None
     assert result.reward is not None
     assert "not reported by the environment" in result.table()
+
+
+class EndsSome(ScriptedRunner):
+    """The run ends the episodes of tasks from `seed` on, of which the environment says nothing."""
+
+    async def run(self, episodes: Any, *, max_concurrent: int) -> Any:
+        async for outcome in super().run(episodes, max_concurrent=max_concurrent):
+            assert isinstance(outcome, Trajectory)
+            yield replace(outcome, end="max_turns") if outcome.success is None else outcome
+
+
+def test_an_episode_that_the_run_ends_is_no_success_where_the_environment_tells_success_at_its_end(
+    tmp_path: Path,
+) -> None:
+    result = run(EndsSome(lambda spec: True if spec.task.seed == 1000 else None), folder=tmp_path / "a")
+    assert result.success is not None
+    assert (result.success.value, result.success.count) == (0.25, 4)
+    assert {k: estimate.value for k, estimate in result.pass_at_k.items()} == {1: 0.25, 2: 0.25}
+    assert "report no success" not in result.table()
+    run(EndsSome(lambda spec: True if spec.task.seed == 1001 else None), folder=tmp_path / "b")
+    assert compare_folders(tmp_path / "a", tmp_path / "b").measure == "success"
+    assert run(EndsSome(lambda spec: None)).success is None, "it tells success of no episode"
+
+
+def test_attempts_without_a_success_are_said_where_others_have_one() -> None:
+    result = run(ScriptedRunner(lambda spec: True if spec.task.seed == 1000 else None))
+    assert result.success is not None
+    assert (result.success.value, result.success.count) == (1.0, 1)
+    assert "6 scored attempts report no success and are left out of it" in result.table()
 
 
 def test_ctrl_c_loses_nothing_that_had_finished_and_the_next_call_does_the_rest(tmp_path: Path) -> None:

@@ -24,7 +24,16 @@ from roll_flash.rollout.episodes.conversation import Action, ContextFullError, P
 from roll_flash.rollout.episodes.prefix import Prefix, PrefixError
 from roll_flash.rollout.turns import DivergedError, EpisodeTurns
 from roll_flash.sandboxes import SandboxError
-from roll_flash.types import EpisodeEnd, EpisodeFailure, EpisodeSpec, FailureCause, Message, Trajectory, Turn
+from roll_flash.types import (
+    ENDS_OF_THE_RUN,
+    EpisodeEnd,
+    EpisodeFailure,
+    EpisodeSpec,
+    FailureCause,
+    Message,
+    Trajectory,
+    Turn,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +187,7 @@ class _Episode:
         turns, policy = self._turns, self._policy
         if self._recorded is not None and self._recorded.continued:
             info["continued_turns"] = self._recorded.continued
-        if end in ("max_turns", "context_limit"):
+        if end in ENDS_OF_THE_RUN:
             info |= await self._final_score(env)
         if policy.tools_shown:
             info["tools_shown"] = policy.tools_shown

@@ -15,13 +15,12 @@ import msgspec
 from roll_flash.chat.model_text import cut_middle
 from roll_flash.envs.hosting.environments import AsyncEnvironment, Step, why_not_repeatable
 from roll_flash.errors import RollFlashError
+from roll_flash.monitor.episodes import own_answers
 from roll_flash.rollout.turns import checksum_of_prompt
-from roll_flash.types import FinishReason, Message, Task
+from roll_flash.types import ENDS_OF_THE_RUN, FinishReason, Message, Task
 
 SHOWN_CHARACTERS = 200
 """Maximum length of an answer in an error message."""
-ENDS_OF_THE_RUN = ("max_turns", "context_limit")
-"""Ends of episodes that the run ended: the reward of the last turn has the final score in it."""
 
 
 class PrefixError(RollFlashError):
@@ -53,8 +52,7 @@ class Prefix(msgspec.Struct, frozen=True):
     def of_record(cls, record: Mapping[str, Any], turns: int) -> Prefix:
         """Return the first `turns` turns of a trajectory in an episode log."""
         played: Sequence[Mapping[str, Any]] = record["turns"]
-        answers = [place for place, message in enumerate(record["messages"]) if message.get("role") == "assistant"]
-        own = answers[-len(played) :] if played else []  # earlier ones are examples from the environment
+        own = own_answers(record["messages"], len(played)) if played else []
         scored = len(played) if record["end"] in ENDS_OF_THE_RUN else 0
         return cls(
             _checksum_of_opening(record["messages"][: own[0] if own else None]),
