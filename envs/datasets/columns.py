@@ -251,8 +251,11 @@ def demonstration_columns(columns: Mapping[str, str]) -> UsedColumns:
     return UsedColumns(frozenset(name.values()), (*required, *either))
 
 
-def demonstration_of(row: Mapping[str, Any], columns: Mapping[str, str], place: object) -> tuple[list[Message], Tools]:
-    """Return the conversation of a row that a model is to imitate, and the tools that it calls. Raises ConfigError."""
+def demonstration_of(
+    row: Mapping[str, Any], columns: Mapping[str, str], place: object
+) -> tuple[list[Message], int, Tools]:
+    """Return the conversation of a row, the place of the first message that a model is to imitate, and the tools that
+    it calls: an answer is imitated, not what its prompt has of the assistant. Raises ConfigError."""
     name = {ours: columns.get(ours, ours) for ours in DEMONSTRATION_COLUMNS}
     if missing := [(ours, theirs) for ours, theirs in columns.items() if theirs not in row]:
         ours, theirs = missing[0]
@@ -277,12 +280,13 @@ def demonstration_of(row: Mapping[str, Any], columns: Mapping[str, str], place: 
             f"{place}: no column {name['messages']!r}, nor {name['prompt']!r} and {name['answer']!r}; it has "
             f"{_names(row)}; name yours with warm_start.columns"
         )
-    if next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0) == 0:
+    first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
+    if first == 0:
         raise ConfigError(f"{place}: an assistant message must come after at least one other")
     roles = [message["role"] for message in messages]
     if ("assistant", "assistant") in pairwise(roles):
         raise ConfigError(f"{place}: two assistant messages follow each other; join them")
-    return messages, tools or None
+    return messages, first if name["messages"] in row else len(messages) - 1, tools or None
 
 
 def _from_json(value: Any, column: str, place: object) -> Any:

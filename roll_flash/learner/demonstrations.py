@@ -117,25 +117,25 @@ class RowDemonstrations:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def conversation(self, index: int) -> tuple[list[Message], Tools]:
-        """Return the messages and tools of a row. Raises ConfigError, with the line, for what is none."""
+    def conversation(self, index: int) -> tuple[list[Message], int, Tools]:
+        """As `demonstration_of`, of a row. Raises ConfigError, with the line, for what is none."""
         try:
             return demonstration_of(self._rows[index], self._columns, self._rows.place(index))
         except ConfigError as error:
             raise ConfigError(f"warm_start.demonstrations: {error}") from None
 
     def __getitem__(self, index: int) -> list[Trajectory]:
-        messages, tools = self.conversation(index)
         place = self._rows.place(index)
+        conversation = self.conversation(index)
         try:
-            samples = self._imitated(place, messages, tools)
+            samples = self._imitated(place, *conversation)
         except (ValueError, KeyError, TypeError, ModelError) as error:
             raise ConfigError(f"warm_start.demonstrations: {place}: {error}") from None
         return samples if all(len(one.token_ids) <= self._model.max_length for one in samples) else []
 
-    def _imitated(self, name: str, messages: Sequence[Message], tools: Tools) -> list[Trajectory]:
-        """Tokenise the conversation as in a rollout; assistant turns with their end token are the policy tokens."""
-        first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
+    def _imitated(self, name: str, messages: Sequence[Message], first: int, tools: Tools) -> list[Trajectory]:
+        """Tokenise the conversation as in a rollout; assistant turns from `first` on, with their end token, are the
+        policy tokens."""
         chat = ToolChat(tools, self._template if tools else None)
         opening = chat.opening(messages[:first])
         conversation = open_conversation(self._model.thinking, self._tokenizer, opening, chat.native)

@@ -1069,7 +1069,7 @@ def test_a_demonstration_of_nothing_is_refused_with_its_line(row: dict[str, Any]
 
 
 def test_of_several_right_answers_the_first_is_imitated() -> None:
-    messages, _ = demonstration_of({"prompt": "a", "answer": ["Paris", "paris"]}, {}, "my.jsonl, line 1")
+    messages, _, _ = demonstration_of({"prompt": "a", "answer": ["Paris", "paris"]}, {}, "my.jsonl, line 1")
     assert messages[-1] == {"role": "assistant", "content": "Paris"}
 
 

@@ -102,6 +102,15 @@ def test_of_conversations_the_assistants_turns_and_their_ends_are_imitated(tiny:
     assert tokenizer.decode(found.token_ids, skip_special_tokens=False) == rendered
 
 
+def test_of_a_prompt_with_examples_only_the_answer_is_imitated(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "shots.jsonl"
+    file.write_text(json.dumps({"prompt": TALK[:-1], "answer": TALK[-1]["content"]}))
+    (found,) = load_demonstrations(config(file), tiny, 200)
+    ((whole, imitated),) = decoded(tiny, [found])
+    assert imitated.replace(" ", "") == "bbbb<|im_end|>"
+    assert whole == AutoTokenizer.from_pretrained(tiny).apply_chat_template(TALK, tokenize=False).rstrip("\n")
+
+
 @pytest.mark.parametrize(
     ("lines", "complaint"),
     [
