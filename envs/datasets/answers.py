@@ -9,7 +9,8 @@ from roll_flash.chat.model_text import last_answer, without_thinking
 
 AnswerIn = Literal["tag", "boxed", "last_number", "text"]
 ANSWER_IN: tuple[str, ...] = get_args(AnswerIn)
-_NUMBER = re.compile(r"[+-]?(?:[0-9][0-9,]*+(?:\.[0-9]++)?|\.[0-9]++)")
+_NUMBER = re.compile(r"(?:(?<!\w)[+-])?(?:[0-9][0-9,]*+(?:\.[0-9]++)?|\.[0-9]++)(?:[eE][+-]?[0-9]++)?")
+"""A sign that follows a letter or a digit is none: `3-5`, `B-12`, `2024-05-17`."""
 _BOXED = "\\boxed{"
 
 

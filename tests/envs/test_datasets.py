@@ -793,6 +793,11 @@ def test_tools_may_be_called_before_the_answer(tmp_path: Path, monkeypatch: pyte
         ("first 12, then 1,234.5.", "last_number", "1,234.5"),
         ("<think>7</think>5 and no more", "last_number", "5"),
         ("no number", "last_number", ""),
+        ("so it is -5.", "last_number", "-5"),
+        ("from 3-5", "last_number", "5"),
+        ("on 2024-05-17", "last_number", "17"),
+        ("about 6.02e23", "last_number", "6.02e23"),
+        ("1e-3 or 2.", "last_number", "2"),
         (" all of it ", "text", "all of it"),
     ],
 )
