@@ -69,7 +69,7 @@ TABLE: dict[str, list[Metric]] = {
         Metric("episodes", COUNT, "trained episodes"),
         Metric("groups", COUNT, "trained groups"),
         Metric("trajectories", COUNT, "trajectories that the learner got"),
-        Metric("sequences", COUNT, "samples that the learner trained on: trajectories and their branches"),
+        Metric("sequences", COUNT, "episodes that can be trained: the divisor of `loss_normalization: sequences`"),
         Metric("branches", COUNT, "samples beyond the first of an episode, of agents that rewrite their history"),
         Metric("turns_mean", COUNT, "turns per episode"),
         Metric("tokens_mean", TOKENS, "tokens per episode, prompts included"),
@@ -145,7 +145,7 @@ TABLE: dict[str, list[Metric]] = {
         Metric("reference_s", SECONDS, "extra forward passes of the reference (`learner.kl.in_reward`)"),
         Metric("forward_backward_s", SECONDS, "forward and backward passes"),
         Metric("optimizer_s", SECONDS, "optimizer steps"),
-        Metric("staging_s", SECONDS, "time to fetch and pack trajectories"),
+        Metric("staging_s", SECONDS, "copy of the weights before the step, for the servers"),
     ],
     "New weights": [
         Metric("weights/total_s", SECONDS, "until all servers had the weights, one after another"),
