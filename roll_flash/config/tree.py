@@ -480,10 +480,11 @@ class Config(Section):
                 f"scheduler.group_size=1: learner.advantage={advantage} compares the replicas of a task; raise it, or "
                 "use learner.advantage=gae"
             )
-        if scheduler.drop_groups_without_signal and self.learner.has_critic:
+        across = "learner.role_baseline=group" if self.learner.role_baseline == "group" else f"learner.{advantage=!s}"
+        if scheduler.drop_groups_without_signal and self.learner.learns_from_equal_rewards:
             raise ValueError(
-                "scheduler.drop_groups_without_signal drops groups of equal rewards, from which learner.advantage=gae "
-                "learns too; set it to false"
+                f"scheduler.drop_groups_without_signal drops groups of equal rewards, from which {across} learns too; "
+                "set it to false"
             )
         return self
 

@@ -9,10 +9,13 @@ from typing import Any, get_args
 
 import pytest
 
-from roll_flash.config.sections.learner import LOSS_PARAMETERS, LearnerConfig, LossConfig
+from roll_flash.config.sections.learner import ADVANTAGE_NAMES, LOSS_PARAMETERS, LearnerConfig, LossConfig
 from roll_flash.config.tree import load_config
 from roll_flash.errors import ConfigError
 from roll_flash.learner.losses.policy import LOSSES
+from roll_flash.learner.losses.token_advantages import AdvantageConfig, turn_advantages
+from roll_flash.scheduling.tasks import make_task
+from roll_flash.types import FinishedEpisode, FinishedGroup
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
 EXAMPLES = re.findall(r"^\| [^|]+ \| `([a-z_.]+=[^`|]+)` \|$", DOCUMENT.read_text(), re.MULTILINE)
@@ -143,3 +146,27 @@ def test_a_loss_that_does_not_correct_for_old_data_says_so(
     warning = LossConfig(**loss).off_policy_warning(async_ratio)
     assert (warning is not None) == warns
     assert warning is None or "\n" not in warning
+
+
+def episode(reward: float, turns: tuple[float, ...], roles: tuple[tuple[str, float, int], ...] = ()) -> FinishedEpisode:
+    own_turns = tuple((3, of_turn, state) for state, of_turn in enumerate(turns))
+    task = make_task("Maze-v0", 1, {})
+    return FinishedEpisode("g-r0", "g", task, reward, None, 0.0, 1.0, 2, ((0, 6),), 6, own_turns=own_turns, roles=roles)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [*(f"learner.advantage={name}" for name in ADVANTAGE_NAMES if name != "gae"), "learner.role_baseline=group"],
+)
+def test_no_group_from_which_something_is_learned_can_be_dropped_as_one_without_signal(override: str) -> None:
+    roles = (("a", 1.0, 1), ("b", -1.0, 1)) if "role" in override else ()
+    equal = [episode(1.0, (1.0, 0.0), roles), episode(1.0, (0.0, 1.0), roles)]
+    mixed = [episode(0.0, (0.0, 0.0), roles), episode(1.0, (0.0, 1.0), roles)]
+    assert not FinishedGroup("g", equal[0].task, tuple(equal)).has_signal
+    of_equal, _ = turn_advantages([equal, mixed], AdvantageConfig.of(load_config(SMALLEST, [override]).learner))
+    dropping = [override, "scheduler.drop_groups_without_signal=true"]
+    if any(value for values in of_equal for value in values):
+        with pytest.raises(ConfigError, match=f"equal rewards, from which {re.escape(override)} learns too"):
+            load_config(SMALLEST, dropping)
+    else:
+        load_config(SMALLEST, dropping)

@@ -490,6 +490,12 @@ class LearnerConfig(Section):
         return self.advantage == "gae"
 
     @property
+    def learns_from_equal_rewards(self) -> bool:
+        """True if advantages of replicas that all earned the same may differ from 0: they are compared with others than
+        these, or turn by turn."""
+        return self.advantage in ("reinforce++", "gigpo", "gae") or self.role_baseline == "group"
+
+    @property
     def keeps_groups(self) -> bool:
         """True if groups wait, with their log-probabilities (and values) at the start of the step, until its last one
         arrives."""
