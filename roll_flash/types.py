@@ -278,6 +278,8 @@ class FinishedEpisode:
     """Reason why it cannot be trained on."""
     cut: bool = False
     """True if it ended at the longest context, or its last turn at the token limit of a turn."""
+    ended_by_run: bool = False
+    """True for ENDS_OF_THE_RUN."""
     task_hash: str = ""
     """Equal for tasks that show the model the same (`roll_flash.monitor.episodes.task_hash`)."""
     rewards: tuple[tuple[str, float], ...] = ()

@@ -58,7 +58,7 @@ TABLE: dict[str, list[Metric]] = {
         Metric("reward", "reward", "mean reward of the trained episodes, after all stages"),
         Metric("shaped_reward", "reward", "the same after the learner's penalties: what advantages are computed of"),
         Metric("overlong_penalty", "reward", "mean penalty for length (`learner.overlong`)"),
-        Metric("success", SHARE, "episodes that succeeded, of those that say so"),
+        Metric("success", SHARE, "episodes that succeeded, of those that say so or that the run ended"),
         Metric("rewards/{name}", "reward", "mean of one of several rewards, before they are added up"),
         Metric("roles/{name}/reward", "reward", "mean reward of a role (self-play), of the episodes in which it spoke"),
         Metric("roles/{name}/turns_mean", COUNT, "its turns in such an episode"),

@@ -88,7 +88,9 @@ class StepRecord:
         ages, weights = np.array(list(staleness)), list(staleness.values())
         tokens = sum(trajectory.tokens for trajectory in trajectories)
         rewards = [t.reward for t in trajectories]
-        successes = [t.success for t in trajectories if t.success is not None]
+        # As in evaluations (`with_cut_off_failures`): many environments tell success only when they end themselves.
+        is_told = any(t.success is not None for t in trajectories)
+        successes = [bool(t.success) for t in trajectories if is_told and (t.success is not None or t.ended_by_run)]
         in_groups = [[trajectory.reward for trajectory in group.trajectories] for group in self.groups]
         spread = [float(np.std(found)) if min(found) < max(found) else 0.0 for found in in_groups]
         metrics = {

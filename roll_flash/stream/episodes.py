@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roll_flash.monitor.episodes import hash_of_task
-from roll_flash.types import MAX_REWARD, Branch, FinishedEpisode, FinishedGroup, Group, Trajectory
+from roll_flash.types import ENDS_OF_THE_RUN, MAX_REWARD, Branch, FinishedEpisode, FinishedGroup, Group, Trajectory
 
 NO_LOGPROB = -9999.0
 """Sentinel that vLLM returns for a log-probability that is NaN or minus infinity."""
@@ -44,6 +44,7 @@ def finished_episode(trajectory: Trajectory) -> FinishedEpisode:
         own_turns=_own_turns(trajectory),
         fault=_fault(trajectory),
         cut=_was_cut(trajectory),
+        ended_by_run=trajectory.end in ENDS_OF_THE_RUN,
         task_hash=hash_of_task(trajectory.task.env_id, trajectory.messages, len(trajectory.turns), trajectory.info),
         rewards=_rewards(trajectory.info.get("rewards")),
         roles=_roles(samples),
