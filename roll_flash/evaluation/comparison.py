@@ -1,7 +1,7 @@
 """Compare two evaluations of the same tasks: difference with its interval, and tasks with a different outcome.
 
-Attempts are averaged per task; each task gives one paired difference, and tasks are resampled (paired bootstrap, Efron
-1979), so that a task that is hard for both does not add noise.
+Attempts are averaged per task; each distinct task gives one paired difference, and tasks are resampled (paired
+bootstrap, Efron 1979), so that a task that is hard for both does not add noise.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from roll_flash.errors import ConfigError
 from roll_flash.evaluation.journal import EPISODES_FILE, PLAN_FILE, read_plan, read_records
 from roll_flash.evaluation.result import with_cut_off_failures
 from roll_flash.evaluation.statistics import Estimate, bootstrap_interval
+from roll_flash.run.trained_tasks import hashes_by_task, notes_on_tasks
 
 Record = Mapping[str, Any]
 SOLVED_FROM = 0.5
@@ -105,7 +108,7 @@ class Comparison:
         rows = [
             ("A", f"{self.value_a:.3f}  {self.a.name} ({self.a.folder})"),
             ("B", f"{self.value_b:.3f}  {self.b.name} ({self.b.folder})"),
-            ("B - A", f"{_signed(self.difference)}  ({self.measure}, 95 % interval, {len(self.pairs)} tasks)"),
+            ("B - A", f"{_signed(self.difference)}  ({self.measure}, 95 % interval, {self.difference.count} tasks)"),
             ("verdict", self.verdict),
             ("solved by B only", _named(self.gained)),
             ("solved by A only", _named(self.lost)),
@@ -136,15 +139,20 @@ def compare_folders(a: str | Path, b: str | Path) -> Comparison:
         )
         for task in common
     )
+    hashes = hashes_by_task(record for pair in pairs for record in pair.attempts_a)
+    distinct: dict[str, list[tuple[float, float]]] = {}
+    for pair in pairs:
+        distinct.setdefault(hashes.get(pair.task_id, pair.task_id), []).append((pair.a, pair.b))
+    a_of, b_of = np.array([np.mean(same, axis=0) for same in distinct.values()]).T
     return Comparison(
         side_a,
         side_b,
         measure,
-        sum(pair.a for pair in pairs) / len(pairs),
-        sum(pair.b for pair in pairs) / len(pairs),
-        estimate_difference([pair.difference for pair in pairs]),
+        float(a_of.mean()),
+        float(b_of.mean()),
+        estimate_difference((b_of - a_of).tolist()),
         pairs,
-        tuple(_notes(side_a, side_b, len(pairs))),
+        (*_notes(side_a, side_b, len(pairs)), *notes_on_tasks(hashes, ())),
     )
 
 

@@ -13,6 +13,7 @@ from scripted_runner import ScriptedRunner
 
 from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.tree import EnvConfig
+from roll_flash.evaluation.comparison import compare_folders
 from roll_flash.evaluation.evaluation import evaluate
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.run.trained_tasks import TrainedTasks, read_trained_tasks
@@ -111,3 +112,15 @@ def test_the_summary_of_a_run_says_that_it_was_evaluated_on_training_tasks(tmp_p
     text = closing_text(summary)
     assert "held-out success" not in text
     assert "6 of 6 distinct tasks were trained on" in text
+
+
+def test_a_comparison_takes_tasks_that_are_the_same_as_one(tmp_path: Path) -> None:
+    """With each row four times an interval would be half as wide."""
+    better = Rows(ROWS)
+    better.script = lambda spec: spec.task.seed % len(ROWS) < 5
+    for name, runner, tasks in (("a", Rows(ROWS), 24), ("b", better, 24), ("c", Rows(ROWS), 6), ("d", better, 6)):
+        evaluated(runner, set(), tmp_path / name, tasks)
+    often, once = (compare_folders(tmp_path / one, tmp_path / other) for one, other in ("ab", "cd"))
+    assert often.difference == once.difference
+    assert once.difference.count == len(ROWS)
+    assert "24 tasks are 6 distinct ones" in often.table()
