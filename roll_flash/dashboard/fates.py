@@ -79,10 +79,10 @@ class Fates:
         return {"trained": self._trained.get(group_id), "dropped": self._dropped.get(group_id)}
 
     def advantages(self, group_id: str, config: Any) -> dict[str, float]:
-        """Return the advantage of each episode of a trained group, by its id, computed by the learner's own function
-        from the rewards in the journal. Empty if it was not trained, if each turn or token has an advantage of its
-        own, if the function is the user's, if the learner changed the rewards by what the journal does not have, or if
-        it refused trajectories of the step."""
+        """Return the advantage of each episode of a trained group, by its id, computed by the learner's own
+        function from the rewards in the journal. Empty if it was not trained, if each turn or token has an
+        advantage of its own, if roles are compared with each other, if the function is the user's, if the learner
+        changed the rewards by what the journal does not have, or if it refused trajectories of the step."""
         event = self._event(group_id)
         refused = any(name.startswith("dropped_") for name in event.get("metrics", {}))  # not said which: not compared
         if (rules := _rules(config)) is None or refused:
@@ -135,8 +135,9 @@ def _rules(config: Any) -> AdvantageConfig | None:
         learner = LearnerConfig.model_validate(given)
     except ValidationError:  # of another version
         return None
-    if learner.advantage in ("gigpo", "gae") or is_own(learner.advantage) or learner.shapes_rewards:
-        return None  # no code of a run is executed
+    of_episodes = learner.advantage not in ("gigpo", "gae") and learner.role_baseline == "role"
+    if not of_episodes or is_own(learner.advantage) or learner.shapes_rewards:
+        return None  # no code of a run is executed; the journal has the rewards of one role
     return AdvantageConfig.of(learner)
 
 

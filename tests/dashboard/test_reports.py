@@ -160,8 +160,12 @@ def test_advantages_are_not_shown_where_the_learner_refused_what_was_to_be_compa
     assert whole["advantage"] is not None
 
 
-def test_advantages_from_values_are_not_shown_because_only_ranks_know_them(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path / "runs", learner={"advantage": "gae"})
+@pytest.mark.parametrize("learner", [{"advantage": "gae"}, {"role_baseline": "group"}])
+def test_advantages_are_not_shown_if_the_journal_does_not_have_what_they_are_of(
+    learner: dict[str, str], tmp_path: Path
+) -> None:
+    """Values are known to the ranks alone, and the rewards of other roles than the first are in no journal."""
+    run = RecordedRun(tmp_path / "runs", learner=learner)
     run.step()
     run.close()
     with serving(run.folder) as dashboard:
