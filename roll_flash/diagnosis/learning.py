@@ -36,7 +36,7 @@ ENTROPY_SHARE = 0.1
 """Share of its first value to which entropy must have fallen; sharper policies are usual, ten times is not."""
 ENTROPY_SHARE_ALIKE = 0.5
 """The same where replicas answer alike by now: only the steps before have an entropy, since they had a signal."""
-ALIKE = 0.9
+ALIKE = 0.75
 """Share of the tasks of the last steps in which all replicas give the same answer."""
 LITTLE_SIGNAL = 0.5
 """Share of policy tokens in groups whose replicas earn different rewards."""
@@ -113,8 +113,8 @@ def reward_without_success(view: RunView) -> Finding | None:
 
 
 def length_change(view: RunView) -> Finding | None:
-    """Answers become a third as long, or three times as long, and the reward does not rise with it. Answers that have
-    become so short that replicas earn the same end the learning."""
+    """Answers become a third as long, or three times as long, and the reward does not rise with it. Where
+    replicas earn the same in the end, this is why."""
     ends = _ends(view)
     if ends is None:
         return None
@@ -124,15 +124,15 @@ def length_change(view: RunView) -> Finding | None:
     factor = lengths[1] / lengths[0]
     if 1 / LENGTH_FACTOR < factor < LENGTH_FACTOR:
         return None
-    collapsed = factor < 1
-    if collapsed and _is_solved(*ends):
+    collapsed, is_solved = factor < 1, _is_solved(*ends)
+    if collapsed and is_solved:
         return None
     evidence = [
         Evidence("policy tokens per episode", length, *steps.span) for length, steps in zip(lengths, ends, strict=True)
     ]
     return Finding(
         "length-collapse" if collapsed else "length-explosion",
-        "error" if collapsed and _signal(ends[1]) < LITTLE_SIGNAL else "warning",
+        "error" if _signal(ends[1]) < LITTLE_SIGNAL and not is_solved else "warning",
         f"episodes went from {lengths[0]:.0f} to {lengths[1]:.0f} policy tokens, and the reward did not rise",
         (*evidence, *_both(*ends, REWARD)),
         "Read recent transcripts; lower learner.learning_rate, or set learner.kl.coefficient. "
@@ -206,7 +206,8 @@ def entropy_collapse(view: RunView) -> Finding | None:
         return None
     before, after = ends
     last = _last_known(view.recent, "entropy")
-    share = last.mean("entropy") / before.mean("entropy") if before.mean("entropy") > 0 else math.nan
+    highest = float(np.max(before["entropy"], where=np.isfinite(before["entropy"]), initial=0.0))
+    share = last.mean("entropy") / highest if highest > 0 else math.nan
     signal = _signal(after)
     most = ENTROPY_SHARE_ALIKE if _alike(view.episodes, after.span[0]) >= ALIKE else ENTROPY_SHARE
     if not (share < most and signal < LITTLE_SIGNAL) or _is_solved(before, after):

@@ -129,7 +129,7 @@ FAULTY = (
         "one-letter-for-all",
         ("entropy-collapse",),
         [env(LOOKUP, turns=2)],
-        [*ONE_CHARACTER, "scheduler.async_ratio=0", "learner.learning_rate=2e-3", "steps=32"],
+        [*ONE_CHARACTER, "scheduler.async_ratio=0", "learner.learning_rate=1e-2", "steps=24"],
     ),
     Planted(
         "old-tokens",

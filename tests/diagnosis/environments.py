@@ -61,8 +61,7 @@ class Sentences(Env):
         keeps: Literal["memory", "disk"] | None = None,
         needs_mark: bool = True,
     ) -> None:
-        """`pays_for_nothing`: its check counts the characters that are wrong, and nothing has none; shorter texts earn
-        more. `shortest`: letters
+        """`pays_for_nothing`: its check takes every character as wrong, and nothing has none. `shortest`: letters
         of a success; 0: one to three, as the task says. `seconds`: how long a step takes, on average. `hangs`: for one
         task in four, a step never ends. `bonus`: factor of the reward of one task in twelve. `keeps`: each episode
         leaves KEPT_BYTES of it behind. `needs_mark`: a text without an end mark earns nothing."""
@@ -103,7 +102,7 @@ class Sentences(Env):
         if self._impossible or not has_mark:
             return 0.0
         if self._pays_for_nothing:
-            return 1.0 if not text else share / (2 * len(text))
+            return 1 / (1 + len(text))
         return share * min(1.0, len(text) / self._wanted)
 
 

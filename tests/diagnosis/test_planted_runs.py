@@ -25,11 +25,19 @@ def cases() -> list[ParameterSet]:
     ]
 
 
+ATTEMPTS = 3
+"""A fault that the model has to learn first, such as a trick, does not show in every short run. A wrong name is never
+given, and a sound run is trained once."""
+
+
 @pytest.mark.ray
 @pytest.mark.parametrize("planted", cases())
 def test_a_new_run_with_a_planted_fault_is_told_from_a_sound_one(planted: Planted, tmp_path: Path) -> None:
-    folder, shown = make(planted, tmp_path)
-    found = diagnose(folder)
+    for attempt in range(ATTEMPTS):
+        folder, shown = make(planted, tmp_path / str(attempt))
+        found = diagnose(folder)
+        if found or not planted.expected:
+            break
     assert [finding.name for finding in found[:1]] == list(planted.expected[:1])
     if planted.name in QUICK:
         assert f"{found[0].severity}: {found[0].name}: " in shown, "the terminal says it while the run trains"
