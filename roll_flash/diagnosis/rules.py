@@ -16,6 +16,7 @@ RULES: tuple[Rule, ...] = (
     mismatch,
     throughput.sandbox_hangs,
     episodes.level_always_fails,
+    throughput.episodes_fail,
     episodes.inconsistent_answers,
     learning.policy_moves_too_fast,
     learning.reward_without_success,

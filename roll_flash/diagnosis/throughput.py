@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from roll_flash.diagnosis.findings import Evidence, Finding
 from roll_flash.diagnosis.run_view import RunView
 from roll_flash.monitor.machine import DISK_FREE, MEMORY_AVAILABLE
 from roll_flash.monitor.metrics import LEARNER_IDLE, SERVERS_IDLE, STALENESS_MEAN
+from roll_flash.types import FailureCause
 
 WINDOW = 10
 """Steps that are averaged: short waits even out."""
@@ -27,6 +29,8 @@ TIMEOUT_SHARE = 0.02
 HANGING_WINDOW = 20
 HANGING = 5
 """Episodes that ran into a timeout; fewer may have one odd cause."""
+FAILING_SHARE = 0.1
+"""Share of the episodes that failed for other reasons: their time is lost, and groups lack replicas."""
 HANGS = ("env_timeout", "sandbox_error", "episode_timeout")
 """Causes of failures that something which does not answer has."""
 QUEUE_S = 1.0
@@ -136,6 +140,26 @@ def sandbox_hangs(view: RunView) -> Finding | None:
         ),
         "Look at `message` of the failures in episodes/ and at what runs in the environment then (a command without an "
         "end, a network that does not answer); rollout.step_timeout_s is the time it is given",
+    )
+
+
+def episodes_fail(view: RunView) -> Finding | None:
+    """Many episodes have no reward, for other reasons than those of `sandbox_hangs`."""
+    steps = view.recent.last(HANGING_WINDOW)
+    others = (cause for cause in get_args(FailureCause) if cause not in (*HANGS, "cancelled"))
+    failed = {cause: steps.growth(f"books/failed_{cause}") for cause in others}
+    number, ended = sum(failed.values()), steps.growth("books/produced") + steps.growth_of("books/failed_")
+    if number < HANGING or number < FAILING_SHARE * ended:
+        return None
+    causes = sorted((cause for cause in failed if failed[cause]), key=lambda cause: -failed[cause])
+    return Finding(
+        "episodes-fail",
+        "warning",
+        f"{number:.0f} of {ended:.0f} episodes failed: "
+        + ", ".join(f"{cause} {failed[cause]:.0f}" for cause in causes),
+        (Evidence("episodes that failed", number, *steps.span), Evidence("episodes", ended, *steps.span)),
+        "Look at `message` of the failures in episodes/, which the dashboard counts: an environment that raises an "
+        "error gives no sample, so what the model can cause itself should end the episode with a reward",
     )
 
 

@@ -88,6 +88,7 @@ FAULTY = (
         fault="stale_prefix_cache",
     ),
     Planted("broken-level", ("level-always-fails",), [env(), env(impossible=True)], ["steps=24"]),
+    Planted("stuck-doors", ("episodes-fail",), [env(breaks=0.3)], ["steps=8"]),
     Planted(
         "hung-sandbox",
         ("sandbox-hangs",),
@@ -117,7 +118,7 @@ FAULTY = (
         "trick-answer",
         ("same-answer-wins",),
         [env(pays_for_nothing=True, tells_success=False)],
-        ["rollout.stop=['.']", "steps=30"],
+        ["rollout.stop=['.']", "steps=26"],
     ),
     Planted(
         "rare-bonus",

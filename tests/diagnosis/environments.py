@@ -60,16 +60,18 @@ class Sentences(Env):
         bonus: float = 1.0,
         keeps: Literal["memory", "disk"] | None = None,
         needs_mark: bool = True,
+        breaks: float = 0.0,
     ) -> None:
         """`pays_for_nothing`: its check takes every character as wrong, and nothing has none. `shortest`: letters
         of a success; 0: one to three, as the task says. `seconds`: how long a step takes, on average. `hangs`: for one
         task in four, a step never ends. `bonus`: factor of the reward of one task in twelve. `keeps`: each episode
-        leaves KEPT_BYTES of it behind. `needs_mark`: a text without an end mark earns nothing."""
+        leaves KEPT_BYTES of it behind. `needs_mark`: a text without an end mark earns nothing. `breaks`: share of the
+        steps that raise an error."""
         self._turns = turns
         self._pays_for_nothing, self._impossible = pays_for_nothing, impossible
         self._tells_success, self._shortest = tells_success, shortest
         self._seconds, self._hangs, self._bonus, self._keeps = seconds, hangs, bonus, keeps
-        self._needs_mark = needs_mark
+        self._needs_mark, self._breaks = needs_mark, breaks
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -85,6 +87,8 @@ class Sentences(Env):
             await asyncio.sleep(random.SystemRandom().expovariate(1 / self._seconds))
         if self._is_stuck:
             await asyncio.Event().wait()
+        if random.SystemRandom().random() < self._breaks:
+            raise RuntimeError("the door is stuck")
         if self._keeps is not None:
             KEPT.append(b"x" * KEPT_BYTES if self._keeps == "memory" else _file(KEPT_BYTES))
         self._left -= 1

@@ -251,6 +251,15 @@ def test_the_learner_is_starved_by_environments_and_on_gpus_by_servers_too() -> 
     assert names(on_gpus) == ["learner-starved"]
 
 
+def test_episodes_that_fail_are_counted_by_cause() -> None:
+    failing = {"books__failed_env_error": (0.0, 400.0), "books__failed_bad_reward": (0.0, 40.0)}
+    [finding] = find(run(**failing))
+    assert (finding.name, finding.severity) == ("episodes-fail", "warning")
+    assert finding.summary == "288 of 896 episodes failed: env_error 262, bad_reward 26"
+    assert names(run(books__failed_env_error=(0.0, 20.0))) == []
+    assert names(run(books__failed_cancelled=(0.0, 400.0))) == []
+
+
 def test_cut_answers_are_a_problem_where_they_earn_less() -> None:
     cut = episodes(40, is_cut=True, reward=0.0)
     assert names_of(episodes(40), cut) == ["clipped-answers"]
