@@ -53,7 +53,8 @@ LONG = ["steps=1000000", "scheduler.groups_per_step=1", "scheduler.on_stale=wait
 ANY_PARITY = "weights.parity_threshold=1000"
 ONE_CHARACTER = ["rollout.max_new_tokens=1", "rollout.stop=[]"]
 SOUND = (
-    Planted("sound-letters", (), [env()]),
+    # On a busy machine many of its trajectories would be dropped as stale, which is a finding.
+    Planted("sound-letters", (), [env()], ["scheduler.on_stale=wait"]),
     Planted("sound-sandbox", (), [env(SANDBOX, turns=2)], ["sandbox.provider=local", "steps=8"]),
     Planted(
         "sound-mixture",
@@ -148,7 +149,7 @@ FAULTY = (
         "prefers-shorter",
         ("length-collapse",),
         [env(tells_success=False)],
-        ["learner.learning_rate=2e-3"],
+        ["steps=24"],
         stages=[judge(prefers="shorter")],
     ),
     Planted(
