@@ -185,7 +185,7 @@ FAULTY = (
     Planted(
         "slow-judge", ("servers-idle",), [env()], ["scheduler.async_ratio=0", "steps=10"], stages=[judge(seconds=2.0)]
     ),
-    Planted("slow-steps", ("learner-starved",), [env(seconds=1.0)], ["steps=10", "scheduler.on_stale=wait"]),
+    Planted("slow-steps", ("learner-starved",), [env(seconds=1.0)], ["steps=10"]),
     Planted(
         "too-many-groups",
         ("staleness-at-bound",),
