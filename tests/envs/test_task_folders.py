@@ -356,10 +356,12 @@ def test_a_task_takes_no_files_of_this_machine_through_links(tmp_path: Path, nam
     assert load_task(task).instruction == "Do it."
 
 
-@pytest.mark.parametrize("context", ["..", "../elsewhere", "/"])
-def test_a_task_of_terminal_bench_is_built_from_its_own_folder(tmp_path: Path, context: str) -> None:
+@pytest.mark.parametrize(
+    "build", ["context: ..", "context: ../elsewhere", "context: /", "dockerfile: ../elsewhere/Dockerfile"]
+)
+def test_a_task_of_terminal_bench_is_built_from_its_own_folder(tmp_path: Path, build: str) -> None:
     write(tmp_path / "elsewhere", {"Dockerfile": ON_OUR_IMAGE, "secret": "x"})
-    compose = f"services: {{client: {{build: {{context: {context}}}}}}}"
+    compose = f"services: {{client: {{build: {{{build}}}}}}}"
     with pytest.raises(ConfigError, match="it leads out of the task's folder"):
         load_task(write(tmp_path / "task", {**TERMINAL_BENCH, "docker-compose.yaml": compose}))
 

@@ -274,7 +274,7 @@ def _compose_source(folder: Path) -> dict[str, Any]:
     settings = {"context": build} if isinstance(build, str) else dict(build)
     context = folder / settings.get("context", ".")
     name = settings.get("dockerfile", "Dockerfile")
-    _must_be_inside(folder, settings.get("context", "."), context / "Dockerfile")
+    _must_be_inside(folder, settings.get("context", "."), Path(settings.get("context", "."), name))
     _must_have(context, name)
     if name == "Dockerfile":
         dockerfile, packed = read_build_folder(context)
