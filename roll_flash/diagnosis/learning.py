@@ -33,7 +33,8 @@ LENGTH_FACTOR = 3.0
 MIN_LENGTH = 4.0
 """Answers of fewer tokens cannot collapse."""
 ENTROPY_SHARE = 0.1
-"""Share of its first value to which entropy must have fallen; sharper policies are usual, ten times is not."""
+"""Share of its highest value in the first steps to which entropy must have fallen; sharper policies are usual, ten
+times is not."""
 ENTROPY_SHARE_ALIKE = 0.5
 """The same where replicas answer alike by now: only the steps before have an entropy, since they had a signal."""
 ALIKE = 0.75
