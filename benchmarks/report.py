@@ -162,8 +162,10 @@ PAPERS = {
             lambda _: "no loss does in both of two tasks",
             "tiny model, six seeds",
         ),
-        Claim("8 times the GPUs", "7.6x", "", _none, "no GPU was at hand"),
-        Claim("RLVR and agentic tasks of the paper (Qwen3, ALFWorld, SWE)", "", "", _none, "no GPU was at hand"),
+        Claim("8 times the GPUs", "7.6x", "", _none, "no GPUs were at hand for it"),
+        Claim(
+            "RLVR and agentic tasks of the paper (Qwen3, ALFWorld, SWE)", "", "", _none, "no GPUs were at hand for it"
+        ),
     ],
     "AsyncFlow (arXiv 2507.01663)": [
         Claim(

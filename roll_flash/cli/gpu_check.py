@@ -13,10 +13,13 @@ from roll_flash.terminal import say
 def gpu_check(
     words: Annotated[Words, argument("RECIPE key=value", "A config, such as one of configs/gpu; keys to set.")] = None,
     output: Annotated[Text, option("DIR", "Where the report goes; by default gpu-check-DATE.")] = None,
+    only: Annotated[
+        Text, option("WORD,WORD", "Only checks of groups with one of these words in their name, such as ipc or run.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Try everything that uses a GPU, about ten minutes, and write a report. Without a GPU it rehearses on the CPU."""
-    from roll_flash.gpu_check.groups import all_groups
+    from roll_flash.gpu_check.groups import all_groups, groups_named
     from roll_flash.gpu_check.report import Report
     from roll_flash.gpu_check.runner import Runner, not_run
     from roll_flash.gpu_check.settings import make_settings
@@ -26,7 +29,8 @@ def gpu_check(
     settings = make_settings(folder, source, overrides)
     kind = "no GPU can be used here: this is a REHEARSAL on the CPU" if settings.rehearsal else "about ten minutes"
     say(f"gpu-check: {kind}; the report goes to {folder}", error=True)
-    report, groups = Report(settings), all_groups(settings)
+    groups = all_groups(settings) if only is None else groups_named(only, all_groups(settings))
+    report = Report(settings, only=only or "")
     try:
         for result in Runner(settings, lambda line: say(line, error=True)).run(groups):
             report.results.append(result)

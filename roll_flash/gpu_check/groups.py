@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from roll_flash.errors import ConfigError
 from roll_flash.gpu_check.check import Check, Group
 from roll_flash.gpu_check.settings import Settings
 
@@ -26,6 +27,19 @@ def all_groups(settings: Settings) -> list[Group]:
         _tensor_parallel(settings),
         _run(),
     ]
+
+
+def groups_named(words: str, groups: Sequence[Group]) -> list[Group]:
+    """Return the groups with one of the words in their name, and the first, which makes the model of all others.
+
+    `words` are separated by commas. Raises ConfigError if one is in no name.
+    """
+    wanted = [word.strip() for word in words.split(",") if word.strip()]
+    for word in wanted:
+        if not any(word in group.name for group in groups):
+            raise ConfigError(f"--only {word}: is in no name; groups are {'; '.join(group.name for group in groups)}")
+    first, *others = groups
+    return [first, *(group for group in others if any(word in group.name for word in wanted))]
 
 
 def _check(name: str, why: str, function: str, deadline_s: float, **arguments: Any) -> Check:

@@ -34,6 +34,8 @@ class Report:
     settings: Settings
     results: list[Result] = field(default_factory=list)
     interrupted: bool = False
+    only: str = ""
+    """Words in the names of the groups that were chosen; empty: all of them."""
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
@@ -58,6 +60,7 @@ class Report:
             "ok": self.is_ok,
             "machine": _machine(),
             "recipe": settings.recipe,
+            "only": self.only,
             "model": settings.model_folder.name,
             "line": self.line(),
             "results": [result.as_dict() for result in self.results],
@@ -79,6 +82,7 @@ class Report:
             f"model {self.settings.model_folder.name}",
             counts + (", interrupted" if self.interrupted else ""),
             *(_figures_in_line(self.results) if not self.settings.rehearsal else ()),
+            f"only: {self.only}" if self.only else "",
             f"failed: {', '.join(failed)}" if failed else "",
         ]
         return " | ".join(filter(None, words))

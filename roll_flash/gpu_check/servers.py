@@ -99,6 +99,7 @@ async def models(
         check_engine(config.inference, folder, trains=True)
     learner = open_learner(config, model_folder=folder)
     logs = bench.settings.output / "servers"
+    logs.mkdir(exist_ok=True)
     began = time.monotonic()
     with first_failure() as failure:
         async with AsyncExitStack() as stack:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from roll_flash.gpu_check.groups import all_groups
+from roll_flash.errors import ConfigError
+from roll_flash.gpu_check.groups import all_groups, groups_named
 from roll_flash.gpu_check.settings import Settings
 
 TIMEOUT_S = 1200
@@ -84,6 +85,10 @@ class TestRehearsal:
         assert rehearsed["line"] in page
         assert "REHEARSAL" in rehearsed["line"]
 
+    def test_the_logs_of_servers_are_kept(self, rehearsed: dict[str, Any]) -> None:
+        logs = {log.name for log in (rehearsed["output"] / "servers").iterdir()}
+        assert logs == {"transformers-0.log", "transformers-1.log"}
+
     def test_it_says_what_it_waits_for(self, rehearsed: dict[str, Any]) -> None:
         said = rehearsed["done"].stderr
         assert "this is a REHEARSAL" in said
@@ -96,6 +101,18 @@ def test_the_servers_can_be_vllm_on_a_cpu(tmp_path: Path) -> None:
     done, tree = rehearse(tmp_path / "report", "inference.engine=vllm", "inference.servers=1")
     assert done.returncode == 0, done.stderr
     assert tree["ok"]
+
+
+def test_groups_are_chosen_by_words_in_their_names(tmp_path: Path) -> None:
+    done, tree = rehearse(tmp_path / "report", "--only", "machine, ipc")
+    assert done.returncode == 0, done.stderr
+    assert {each["group"] for each in tree["results"]} == {"machine", "weights by ipc"}
+    assert "only: machine, ipc" in tree["line"]
+
+
+def test_a_word_that_is_in_no_name_is_refused_with_the_names(settings: Settings) -> None:
+    with pytest.raises(ConfigError, match=r"--only icp: is in no name; groups are machine; kernels"):
+        groups_named("ipc,icp", all_groups(settings))
 
 
 def test_a_folder_with_files_is_not_written_into(tmp_path: Path) -> None:

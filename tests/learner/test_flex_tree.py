@@ -71,6 +71,7 @@ def test_block_lists_are_those_of_all_pairs_of_tokens(seed: int, tokens: int, br
     expected = create_block_mask(mask.mask_mod, None, None, length, length, device="cpu")
     for name in LISTS:
         torch.testing.assert_close(getattr(mask, name), getattr(expected, name), rtol=0, atol=0, msg=name)
+        assert getattr(mask, name).is_contiguous(), f"{name}: kernels of GPUs step through it without strides"
     index = torch.arange(tokens)
     pairs = mask.mask_mod(index[:1], index[:1], index[:, None], index[None])
     assert torch.equal(pairs, torch.tensor(attention_mask(ends)))

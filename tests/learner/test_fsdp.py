@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.model_check.architectures import write_model
 from roll_flash.config.sections.distill import DistillConfig
 from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.engines.learner import StepResult
@@ -62,6 +63,17 @@ async def step(learner: FsdpLearner, *batches: Sequence[Group | FinishedGroup]) 
     for batch in batches:
         await learner.accumulate(batch)
     return await learner.finish_step()
+
+
+def test_the_driver_says_what_a_rank_has_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody reads the log of an actor: that a model is computed one sequence at a time was said there only."""
+
+    async def use(learner: FsdpLearner) -> None:
+        said = [line for line in caplog.messages if "prefixes are not shared" in line]
+        assert len(said) == 1
+        assert said[0].startswith("learner: ")
+
+    with_learner(write_model("xglm", tmp_path), use)
 
 
 @pytest.mark.parametrize(

@@ -177,8 +177,10 @@ def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
     """Add the matrix product to `total` (float32) in place."""
     if total.device.type == "cpu":
         total.addmm_(first.float(), second.float())
+    elif first.dtype == torch.float32:
+        total.addmm_(first, second)
     else:
-        total.add_(_product(first, second))
+        torch.addmm(total, first, second, out_dtype=torch.float32, out=total)
 
 
 def _zeros(parameter: Tensor | None, needed: bool) -> Tensor | None:

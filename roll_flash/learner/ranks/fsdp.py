@@ -173,6 +173,7 @@ class FsdpLearner:
         self._parts = ["rank 0"]
         self._ranks = [self._new_rank(0, await self._reserved(0))]
         self._forms = await self._on_rank(0, "check_model", timeout_s=self._config.start_timeout_s)
+        await self._repeat_warnings(self._config.start_timeout_s)
         self._checked_s = time.monotonic() - began_s
 
     async def start(self) -> None:
@@ -202,6 +203,7 @@ class FsdpLearner:
         address = await self._on_rank(0, "open_store", host, timeout_s=limit_s)
         fingerprints = await self._on_all("start", address, self._forms, timeout_s=limit_s)
         self._fingerprint = fingerprints[0]
+        await self._repeat_warnings(limit_s)
         self._frozen = ""
         if self._config.lora.rank:
             self._frozen = (await self._on_all("digest_of_frozen", timeout_s=limit_s))[0]
@@ -217,6 +219,11 @@ class FsdpLearner:
             self._watches.append(start_background(lost_calls, "the watch over the calls of the learner"))
         self._start_deadline.record(self._checked_s + time.monotonic() - began_s)
         self._checked_s = 0.0
+
+    async def _repeat_warnings(self, timeout_s: float) -> None:
+        """Log here what the first rank has warned of. The others compute on the same kind of device."""
+        for line in (await self._gather([self._ranks[0].take_warnings.remote()], "take_warnings", timeout_s))[0]:
+            _LOG.warning("learner: %s", line)
 
     async def _begin_again(self) -> None:
         """Create the ranks of a learner that had been started before, at version 0."""

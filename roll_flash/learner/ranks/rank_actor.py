@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,10 +31,27 @@ class UpdateRecord:
     value_grad_norm: float | None = None
 
 
+class _Warnings(logging.Handler):
+    """Keeps what this process warns of until the driver asks for it: nobody reads the log of an actor."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        lines, self._lines = self._lines, []
+        return lines
+
+
 class RankActor:
     """Calls a `LearnerRank`, made with the same arguments, in the process of the actor."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._warnings = _Warnings()
+        logging.getLogger("roll_flash").addHandler(self._warnings)
         os.environ.setdefault(COMPILED_VARIABLE, str(compiled_folder()))
         from roll_flash.learner.ranks.rank import LearnerRank
 
@@ -41,6 +59,10 @@ class RankActor:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._rank, method)(*args, **kwargs)
+
+    def take_warnings(self) -> list[str]:
+        """Return what the rank has warned of since the last call."""
+        return self._warnings.take()
 
 
 def rank_actor(kind: type, transfer: WeightTransfer) -> Any:
