@@ -22,9 +22,9 @@ NOTES = """
 - The key and value gradients of FlexAttention were wrong by a factor of 460 to 3,900 where a row has more than one
   block of 128 tokens; outputs and query gradients were right. Its kernels step through lists of blocks without asking
   for their strides, and two of four lists were transposed in memory. The learner's own trial at the start noticed it
-  and took a dense mask, so that no run would have learned from wrong gradients; a pass took 2.7 s, of which 1.2 s was the
-  dense attention (Qwen3-0.6B, 25,600 tokens in rows of up to 16,384, gradient checkpointing). The report `first` is of
-  the lists as they were (its machine had no vLLM yet), `kernels` of the mended ones.
+  and took a dense mask, so that no run would have learned from wrong gradients; a pass took 2.7 s, of which 1.2 s was
+  the dense attention (Qwen3-0.6B, 25,600 tokens in rows of up to 16,384, gradient checkpointing). The report `first` is
+  of the lists as they were (its machine had no vLLM yet), `kernels` of the mended ones.
 - What a rank warns of, such as that dense mask, stayed in the log of its actor. The run says it now.
 - The reports were made in few minutes. Other processes ran beside the checks of `kernels`, and servers started from
   packages that Python compiled for the first time: their times of start say nothing.
