@@ -49,6 +49,8 @@ class SamplingParams:
     max_new_tokens: int = 64
     stop: tuple[str, ...] = ()
     """Strings that end a turn; the string itself is kept."""
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end a turn, beside those that the files of the model name; the token itself is kept."""
     seed: int | None = None
 
 

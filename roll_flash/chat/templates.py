@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from roll_flash.chat.model_text import THINK_CLOSE, THINK_OPEN, encodable
 from roll_flash.engines.inference import Generation, count_experts, join_experts, policy_arrays
 from roll_flash.errors import ModelError
-from roll_flash.types import Message
+from roll_flash.types import Message, SamplingParams
 
 Tools = list[dict[str, Any]] | None
 """Declared tools in OpenAI's format: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
@@ -168,12 +169,31 @@ class ChatTemplate:
         return not is_closed and any(mark in str(self._tokenizer.chat_template) for mark in _THINKING_MARKS)
 
     @cached_property
+    def end_of_turn(self) -> int | None:
+        """The special token with which the model ends its turn; None if the template shows none.
+
+        Servers must end a turn at it, too: the files of a base model name only the end of a document.
+        """
+        try:
+            return self._end_after(_EXCHANGE)
+        except ModelError:
+            return None  # a template for one turn
+
+    @cached_property
     def _end_ids(self) -> frozenset[int]:
         """Special tokens that end a turn of the model. The last turn may end in another way than earlier ones (gpt-oss
         samples `<|return|>`, which is `<|end|>` in its history)."""
-        shown = (self._render(_EXCHANGE, with_header=False), self._render([*_EXCHANGE, *_EXCHANGE], with_header=False))
-        ends = [text.partition(_SOME_ANSWER)[2] for text in shown]
-        return frozenset(self._tokenize(end)[0] for end in ends if end) & self._special_ids
+        return frozenset({self.end_of_turn, self._end_after([*_EXCHANGE, *_EXCHANGE])} - {None})  # type: ignore[arg-type]
+
+    def _end_after(self, messages: list[Message]) -> int | None:
+        """Return the special token after the first answer in `messages`."""
+        end = self._render(messages, with_header=False).partition(_SOME_ANSWER)[2]
+        first = self._tokenize(end)[0] if end else None
+        return first if first in self._special_ids else None
+
+    def ends_turns(self, sampling: SamplingParams) -> SamplingParams:
+        """Return `sampling` for a turn of this template."""
+        return sampling if self.end_of_turn is None else replace(sampling, end_ids=(self.end_of_turn,))
 
     def text_of_turn(self, sampled: Sequence[int]) -> str:
         """Return the text of a sampled turn without special tokens. It begins with `<think>` also if the header of the

@@ -9,6 +9,7 @@ from typing import Any
 
 from roll_flash.chat.model_text import split_thinking
 from roll_flash.chat.rendered_conversation import Thinking
+from roll_flash.chat.templates import chat_template_of
 from roll_flash.engines.inference import Generation, InferenceClient
 from roll_flash.errors import ModelError
 from roll_flash.gateway.apis.answer_text import split_tool_calls
@@ -52,7 +53,7 @@ class TokenBackend:
         if room < 1:
             session.context_was_full = True
             raise context_length_exceeded(self.max_length, len(prompt))
-        sampling = session.sampling(call, room)
+        sampling = chat_template_of(self.tokenizer).ends_turns(session.sampling(call, room))
         if sampling.top_p <= 0:  # servers reject it, which would look like a server failure
             raise bad_request("top_p must be more than 0; for the likeliest token ask for temperature 0", "top_p")
         known = place.parent.known_experts() if place.parent is not None else 0

@@ -148,8 +148,13 @@ class RowDemonstrations:
                 conversation.add_observation(chat.results(between))
                 between = []
             said = self._tokenizer.encode(self._said(message, chat.native), add_special_tokens=False)
-            conversation.add_generation(_as_if_sampled([*said, self._tokenizer.eos_token_id]))
+            conversation.add_generation(_as_if_sampled([*said, self._end_of_turn]))
         return [_demonstration(name, token_ids, mask, 1.0) for token_ids, mask, *_ in conversation.samples()]
+
+    @property
+    def _end_of_turn(self) -> int:
+        end = self._template.end_of_turn
+        return int(self._tokenizer.eos_token_id if end is None else end)
 
     def _said(self, message: Message, tools: Tools) -> str:
         """Return what the model would write for a message, after the header of its turn."""

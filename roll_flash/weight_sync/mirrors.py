@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll_flash.engines.inference import StagedWeights
 from roll_flash.errors import InferenceError, RollFlashError, first_line
+from roll_flash.processes.supervise import end_by_sigterm
 from roll_flash.weight_sync.mirror import Blocks, WeightMirror, read_blocks
 
 PIECE_BLOCKS = 16
@@ -175,6 +176,10 @@ class _HereNode:
 
 class MirrorActor(WeightMirror):
     """Ray actor with the mirror of its node."""
+
+    def __init__(self) -> None:
+        end_by_sigterm()
+        super().__init__()
 
     def blocks(self, path: str) -> Blocks:
         return Blocks.of(path)

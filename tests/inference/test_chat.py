@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_flash.chat.templates import Conversation
+from roll_flash.chat.templates import Conversation, chat_template_of
 from roll_flash.engines.inference import Generation
 from roll_flash.errors import ModelError
 from roll_flash.models.prepare import resolve_model
-from roll_flash.types import FinishReason, Message
+from roll_flash.types import FinishReason, Message, SamplingParams
 
 CHATML = (
     "{% for message in messages %}"
@@ -231,6 +231,29 @@ def test_the_end_that_was_sampled_is_not_followed_by_the_end_of_earlier_turns() 
         conversation.add_observation([user("bye")])
         text = tokenizer.decode(conversation.token_ids[known:])
         assert text == f"hello{kept}\n<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_servers_are_told_the_end_of_a_turn(style: str) -> None:
+    """A base model with such a template names only the end of a document in its files: turns would go on."""
+    tokenizer = tokenizer_with(TEMPLATES[style])
+    tokenizer.add_special_tokens({"eos_token": "<|begin|>", "additional_special_tokens": list(ENDS.values())})
+    wanted = chat_template_of(tokenizer).ends_turns(SamplingParams(stop=("x",)))
+    assert wanted == SamplingParams(stop=("x",), end_ids=(tokenizer.convert_tokens_to_ids(ENDS[style]),))
+
+
+def test_what_ends_only_earlier_turns_does_not_end_a_turn() -> None:
+    """After `<|end|>` gpt-oss goes on with the next channel of its turn."""
+    template = CHATML.replace(
+        "message['content'] + '<|im_end|>\n'",
+        "message['content'] + ('<|eot|>' if loop.last and message['role'] == 'assistant' else '<|im_end|>\n')",
+    )
+    tokenizer = tokenizer_with(template)
+    assert chat_template_of(tokenizer).end_of_turn == tokenizer.convert_tokens_to_ids("<|eot|>")
+
+
+def test_a_template_without_an_end_of_turn_tells_servers_nothing() -> None:
+    tokenizer = tokenizer_with("{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}")
+    assert chat_template_of(tokenizer).ends_turns(SamplingParams()) == SamplingParams()
 
 
 def test_turns_must_alternate() -> None:

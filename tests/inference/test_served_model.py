@@ -137,6 +137,11 @@ def test_a_turn_ends_at_its_limit_at_the_context_and_at_a_stop_string(served: Se
     kept = served.tokenizer.decode(stopped.token_ids.tolist(), skip_special_tokens=True)
     assert kept == text[: text.index(stop) + len(stop)]
     assert stopped.finish_reason == "stop"
+    written = free.token_ids.tolist()
+    end = written[len(written) // 2]
+    ended = generate(served, served.encode("abc"), SamplingParams(max_new_tokens=60, seed=2, end_ids=(end,)))
+    assert ended.token_ids.tolist() == written[: written.index(end) + 1]
+    assert ended.finish_reason == "stop"
 
 
 def test_a_prompt_without_room_is_refused_before_it_is_sent(served: Served) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import resource
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from roll_flash.engines.learner import StepResult
 from roll_flash.errors import CheckpointError, LearnerError, ModelError, StreamError
@@ -276,6 +277,21 @@ def test_diagnostics_tell_mismatch_from_policy_lag(tiny_model: Path) -> None:
     assert metrics["lag_kl_k3"] > 1e-4
     for name in ("clip_fraction/age_0", "correction_fraction/age_1", "rho_p10", "rho_p50", "rho_p90"):
         assert name in metrics
+
+
+def test_an_exported_model_names_the_token_that_ends_its_turns(tiny_model: Path, tmp_path: Path) -> None:
+    """The files of a base model name the end of a document: whoever serves the export would go on after its turns."""
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens({"additional_special_tokens": [chr(2)]})
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] + '" + chr(2) + "' }}{% endfor %}"
+    tokenizer.save_pretrained(base)
+
+    async def use(learner: FsdpLearner) -> None:
+        await (await learner.begin_export(tmp_path / "hf"))
+
+    in_process(base, use)
+    assert GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id == [1, 2]
 
 
 def test_adapters_learn_and_leave_everything_else_alone(tiny_model: Path, tmp_path: Path) -> None:

@@ -102,6 +102,18 @@ def test_of_conversations_the_assistants_turns_and_their_ends_are_imitated(tiny:
     assert tokenizer.decode(found.token_ids, skip_special_tokens=False) == rendered
 
 
+def test_turns_of_a_base_model_end_as_its_template_says(tiny: Path, tmp_path: Path) -> None:
+    """Its tokenizer's end is that of a document, and no turn ends with it."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.save_pretrained(tmp_path / "base")
+    file = tmp_path / "talks.jsonl"
+    file.write_text(json.dumps({"messages": TALK}))
+    (found,) = load_demonstrations(config(file), tmp_path / "base", 200)
+    imitated = tokenizer.decode(found.token_ids[found.policy_mask], skip_special_tokens=False)
+    assert imitated.replace(" ", "") == "aaa<|im_end|>bbbb<|im_end|>"
+
+
 def test_of_a_prompt_with_examples_only_the_answer_is_imitated(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "shots.jsonl"
     file.write_text(json.dumps({"prompt": TALK[:-1], "answer": TALK[-1]["content"]}))

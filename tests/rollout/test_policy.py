@@ -26,6 +26,7 @@ class EchoClient:
     """A stand-in for a server: always writes the same two tokens."""
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, **_: Any) -> Generation:
+        self.asked = sampling
         tokens, logprobs = np.array([5, 6], np.int32), np.array([-1, -2], np.float32)
         return Generation(tokens, logprobs, np.array([3, 3], np.int32), "stop", "nowhere", 0.0)
 
@@ -39,6 +40,12 @@ def policy_for(tokenizer: Any, max_length: int) -> TokenPolicy:
     policy = TokenPolicy(EchoClient(), tokenizer, SamplingParams(), episode_id="e", max_length=max_length)  # type: ignore[arg-type]
     policy.begin([{"role": "user", "content": "hello"}])
     return policy
+
+
+def test_a_turn_ends_at_the_end_of_turn_of_the_template(tokenizer: Any) -> None:
+    policy = policy_for(tokenizer, 256)
+    asyncio.run(policy.act(1.0))
+    assert policy.client.asked.end_ids == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("size", [1, 1_000_000])

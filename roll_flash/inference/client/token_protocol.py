@@ -93,6 +93,8 @@ def encode_request(
     }
     if sampling.stop:
         parameters |= {"stop": sampling.stop, "include_stop_str_in_output": True}
+    if sampling.end_ids:
+        parameters["stop_token_ids"] = sampling.end_ids
     if sampling.seed is not None:
         parameters["seed"] = sampling.seed
     if experts_from:

@@ -24,6 +24,7 @@ from roll_flash.inference.servers.control import CONTROL_TIMEOUT_S, Launcher, Se
 from roll_flash.inference.servers.process import ServerProcess
 from roll_flash.processes.background import start_background
 from roll_flash.processes.gpus import MIG, assigned_gpus
+from roll_flash.processes.supervise import end_by_sigterm
 from roll_flash.watchdog.stacks import register_stacks
 
 STOP_TIMEOUT_S = 30.0
@@ -52,6 +53,7 @@ class ServerHost:
     def __init__(
         self, index: int, launcher: Launcher, config: InferenceConfig, logs: Path, key: str, address: str
     ) -> None:
+        end_by_sigterm()
         folder = logs if logs.is_dir() else _ray_logs()  # the driver's folder is not on every node
         self._config = config
         register_stacks(logs.parent.name, f"host of server {index}")  # which finds the server below it, too

@@ -64,6 +64,7 @@ class Request:
         self._top_p = float(parameters.get("top_p", 1.0))
         self._top_k = int(parameters.get("top_k", 0))
         self._stop = list(parameters.get("stop") or [])
+        self._end_ids = model.end_ids | {int(token) for token in parameters.get("stop_token_ids") or ()}
         self._generator = torch.Generator()
         if parameters.get("seed") is not None:
             self._generator.manual_seed(int(parameters["seed"]))
@@ -131,7 +132,7 @@ class Request:
         if not self._spans or self._spans[-1]["version"] != version:
             self._spans.append({"version": version, "start": len(self._tokens) - 1, "end": len(self._tokens)})
         self._spans[-1]["end"] = len(self._tokens)
-        if token in self._model.end_ids or self._found_stop():
+        if token in self._end_ids or self._found_stop():
             self.finish_reason = "stop"
         elif len(self._tokens) >= self.max_tokens:
             self.finish_reason = "length"

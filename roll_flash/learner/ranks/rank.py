@@ -28,6 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from roll_flash.chat.templates import chat_template_of
 from roll_flash.config.sections.learner import OFFLOAD_ON_CPU, LearnerConfig
 from roll_flash.engines.inference import StagedWeights, WeightTransfer
 from roll_flash.engines.learner import AdamSettings, NamedLoss
@@ -461,8 +462,10 @@ class LearnerRank:
             self._writing[folder] = self._writer.submit(self._write_model, folder, tensors)
 
     def _write_model(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(self._folder)
+        _name_end_of_turn(self._policy.model, tokenizer)
         self._policy.model.save_pretrained(folder, state_dict=tensors)
-        AutoTokenizer.from_pretrained(self._folder).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
     def close(self) -> None:
         self._writer.shutdown(cancel_futures=True)
@@ -582,6 +585,17 @@ def _flex_attention_works(device: torch.device, model: PreTrainedModel) -> bool:
     if reason is not None:
         _LOG.warning("FlexAttention cannot be used here, a dense mask takes its place: %s", reason)
     return reason is None
+
+
+def _name_end_of_turn(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Add the token with which turns end in training to those at which `generation_config.json` ends a text, which a
+    base model lacks: whoever serves the model would not stop at it."""
+    end = chat_template_of(tokenizer).end_of_turn if tokenizer.chat_template else None
+    config: Any = model.generation_config
+    named = tokenizer.eos_token_id if config.eos_token_id is None else config.eos_token_id
+    ends = [named] if isinstance(named, int) else list(named or ())
+    if end is not None and end not in ends:
+        config.eos_token_id = [*ends, end]
 
 
 def _divergence(sequence: TrainSequence) -> float:

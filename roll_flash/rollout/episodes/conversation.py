@@ -91,9 +91,10 @@ class TokenPolicy:
         prompt = self._conversation.token_ids
         generation = self.turns.recorded(prompt) if self.turns is not None else None
         if generation is None:
+            wanted = chat_template_of(self.tokenizer).ends_turns(self.sampling)
             generation = await self.client.generate(
                 prompt,
-                replace(self.sampling, max_new_tokens=min(room, self.sampling.max_new_tokens)),
+                replace(wanted, max_new_tokens=min(room, wanted.max_new_tokens)),
                 request_id=f"{self.episode_id}-{self._turn}",
                 session=self.session or self.episode_id,
                 timeout_s=timeout_s,
