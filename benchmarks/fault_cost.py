@@ -30,7 +30,6 @@ from machine import machine
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from roll_flash.evaluation.comparison import estimate_difference  # noqa: E402
 from roll_flash.monitor.metrics import STEP_S, read_metrics  # noqa: E402
 from roll_flash.processes.supervise import end_with_parent  # noqa: E402
 from tests.chaos.faults import draw_cases, inject  # noqa: E402
@@ -118,7 +117,8 @@ def compare(pairs: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
     reported = [set(pair[side]["rewards"]) for pair in pairs for side in ("none", "faults")]
     numbers = sorted(set.intersection(*reported))
     steps = [[pair["faults"]["rewards"][step] - pair["none"]["rewards"][step] for pair in pairs] for step in numbers]
-    overall = estimate_difference([difference for step in steps for difference in step])
+    overall = [fmean(of_seed) for of_seed in zip(*steps, strict=True)]  # steps of one run depend on each other
+    mean, spread = fmean(overall), _half(overall) or 0.0  # one seed has no interval
     longer = [100 * (pair["faults"]["seconds"] / pair["none"]["seconds"] - 1) for pair in pairs]
     return {
         "per_step": [
@@ -126,7 +126,7 @@ def compare(pairs: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
             for number, step in zip(numbers, steps, strict=True)
         ],
         "different_steps": sum((half := _half(step)) is not None and abs(fmean(step)) > half for step in steps),
-        "reward": {"mean": overall.value, "low": overall.low, "high": overall.high},
+        "reward": {"mean": mean, "low": mean - spread, "high": mean + spread},
         "percent_longer": longer,
     }
 
@@ -154,11 +154,12 @@ def as_markdown(report: dict[str, Any]) -> str:
         half = "" if each["half"] is None else f" ± {each['half']:.3f}"
         lines.append(f"| {step} | {means[0]:.3f} | {means[1]:.3f} | {each['mean']:+.3f}{half} |")
     hits = [len(pair["faults"]["faults"]) for pair in pairs]
+    which = "; ".join(", ".join(pair["faults"]["faults"]) for pair in pairs)
     overall = found["reward"]
     longer = ", ".join(f"{each:+.0f} %" for each in found["percent_longer"])
     lines += [
         "",
-        f"{sum(hits)} faults in {len(pairs)} runs. Over all steps and seeds the reward differs by "
+        f"{sum(hits)} faults in {len(pairs)} runs ({which}). Over all steps the reward of a seed differs by "
         f"{overall['mean']:+.3f} [{overall['low']:+.3f}, {overall['high']:+.3f}]; {found['different_steps']} of "
         f"{len(found['per_step'])} steps differ beyond their interval (by chance one of 20). The runs with faults took "
         f"{longer} longer (goal: at most 15 %).",
@@ -181,7 +182,9 @@ def main() -> None:
         "benchmark": "fault_cost",
         "machine": machine(),
         "load": os.getloadavg()[0],
-        "command": f"python benchmarks/fault_cost.py --seeds {' '.join(map(str, seeds))} --every-s {every_s:g}",
+        "command": " ".join(
+            ["python benchmarks/fault_cost.py --seeds", *map(str, seeds), f"--every-s {every_s:g}", *words]
+        ),
         "pairs": [],
     }
     for place, seed in enumerate(seeds):

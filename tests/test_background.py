@@ -548,6 +548,8 @@ def test_what_fails_to_start_after_ctrl_c_is_ctrl_c_still() -> None:
 def test_the_death_of_ray_is_noticed_and_named_as_the_cause_of_what_else_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a stand-in that listens as Ray does; the death of Ray's own processes is a nightly test."""
     monkeypatch.setattr(ray_watch, "EVERY_S", 0.01)
+    # A connection that asyncio is accepting while the stand-in closes stays open, and nobody answers.
+    monkeypatch.setattr(ray_watch, "ANSWER_TIMEOUT_S", 1.0)
 
     async def run(fails_too: bool) -> None:
         server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
@@ -566,7 +568,7 @@ def test_the_death_of_ray_is_noticed_and_named_as_the_cause_of_what_else_fails(m
             failure.raise_error()
 
     for fails_too in (False, True):
-        with pytest.raises(RayDiedError, match="Ray's raylet is gone"):
+        with pytest.raises(RayDiedError, match=r"Ray's raylet (is gone|accepts connections)"):
             asyncio.run(run(fails_too))
 
 

@@ -75,9 +75,10 @@ def test_what_a_controller_and_its_watchdog_left_is_seen_and_removed_by_the_reap
     while "container" in (left := kinds_of(run, process.pid)):  # it removes itself
         assert time.monotonic() < end, left
         time.sleep(0.1)
-    assert left == ["folder", "snapshot"]
-    reaped = [entry for entry in reap() if f":{process.pid}:" in entry.owner]
-    assert sorted(entry.kind for entry in reaped) == ["folder", "snapshot"]
+    # A run that starts beside this test removes the folder, too.
+    assert {"snapshot"} <= set(left) <= {"folder", "snapshot"}
+    reaped = {entry.kind for entry in reap() if f":{process.pid}:" in entry.owner}
+    assert {"snapshot"} <= reaped <= set(left)
     assert kinds_of(run, process.pid) == []
 
 
