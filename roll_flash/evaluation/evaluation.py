@@ -255,6 +255,7 @@ def evaluation_plan(
         "max_turns": env.max_turns,
         "seeds_from": eval.seeds_from,
         **({} if env.task_source is None else {"task_source": env.task_source.model_dump()}),
+        # `end_ids` follow from the model; plans of earlier versions have none.
         "sampling": {name: value for name, value in asdict(sampling).items() if name != "end_ids"},
         "about": dict(about),
     }
