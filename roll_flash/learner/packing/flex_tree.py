@@ -58,8 +58,8 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the number of true entries [1, 1, R] of each row of bool [R, C], and their columns [1, 1, R, C] in order,
     followed by the other columns; both int32.
 
-    Rows of columns must lie in memory one after the other: kernels of GPUs step through them without asking for strides,
-    and a sort of a transposed tensor is transposed in memory too.
+    Rows of columns must lie in memory one after the other: kernels of GPUs step through them without asking for
+    strides, and a sort of a transposed tensor is transposed in memory too.
     """
     columns = torch.argsort(blocks.to(torch.int8), dim=1, descending=True, stable=True)
     return blocks.sum(1, dtype=torch.int32)[None, None], columns.to(torch.int32).contiguous()[None, None]
