@@ -54,7 +54,8 @@ class Session:
         deadline = time.monotonic() + GRACE_S
         while (found := self._leaks_now()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        return found
+        # A process that becomes another program at this moment has no environment: look once more.
+        return found or self._leaks_now()
 
     def _leaks_now(self) -> list[str]:
         processes = [describe_process(pid) for pid in _marked_processes(self.marker)]
