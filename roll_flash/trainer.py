@@ -134,9 +134,8 @@ class Trainer:
 
     async def run(self) -> dict[str, Any]:
         system = self._system
-        began_at = self._version
         self._diagnosis.go_on(system.run_dir.folder)
-        before = await self._evaluate()
+        evaluated_at, before = await self._evaluation_before()
         watching = background_task(self._restart.watch(), "the watch over the learner")
         async with system.evaluations(self._progress.note) as evaluations, system.rollout, watching:
             while self._version < self._config.steps and await self._step():
@@ -144,7 +143,7 @@ class Trainer:
         self._progress.note("training is done; writing the last checkpoint")
         await self._settle()
         await self._begin_checkpoint()
-        after = await self._evaluate() if self._version > began_at else before
+        after = await self._evaluate() if self._version > evaluated_at else before
         await self.checkpoint()
         await system.export_model()
         with doing("the copy of the last checkpoint", "it is not written"):
@@ -326,6 +325,17 @@ class Trainer:
     async def _settle(self) -> Publication | None:
         """Wait until every server has the weights of the previous step."""
         return await self._restart.run(self._system.publisher.wait_published)
+
+    async def _evaluation_before(self) -> tuple[int, EvalResult | None]:
+        """Return an evaluation before training, and its version. A run that goes on has it from its first start; else
+        the newest weights are evaluated."""
+        if self._version and self._config.eval.before_and_after:
+            before = await self._system.evaluation_before_training()
+            if before is not None:
+                self._evaluated |= before.task_hashes
+                self._progress.note(f"evaluated at the first start, with the weights of step 0: {before.scores}")
+                return 0, before
+        return self._version, await self._evaluate()
 
     async def _evaluate(self) -> EvalResult | None:
         if not self._config.eval.before_and_after:

@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from roll_flash.processes.keep_alive import MAX_WITHOUT_PROGRESS, keep_alive, own_command
+from roll_flash.processes.keep_alive import (
+    FIRST_PAUSE_S,
+    MAX_WITHOUT_PROGRESS,
+    PAUSE_AFTER_PROGRESS_S,
+    keep_alive,
+    own_command,
+)
 
 ENDS = """
 import os, signal, sys
@@ -63,6 +69,14 @@ def test_a_start_with_a_new_step_is_not_counted_among_those_without(tmp_path: Pa
     steps = iter([0, 1, 1, *[1] * 20])  # `progress` before and after the first start, and then no more
     assert keep_alive(lambda: command, lambda: next(steps), first_pause_s=0.001) == 1
     assert starts(tmp_path / "count") == 1 + MAX_WITHOUT_PROGRESS
+
+
+def test_it_waits_less_after_a_new_step_than_without_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ending(tmp_path / "count", "1", "0")
+    steps = iter(range(10))
+    assert keep_alive(lambda: command, lambda: next(steps)) == 0
+    assert capsys.readouterr().err.endswith(f"starting it again in {PAUSE_AFTER_PROGRESS_S:g} s\n")
+    assert PAUSE_AFTER_PROGRESS_S < FIRST_PAUSE_S
 
 
 PARENT = """

@@ -183,6 +183,12 @@ class TestOneRunThroughItsLife:
         summary = json.loads(life["resumed"][life["resumed"].index("\n{\n") :])
         assert summary["books"]["balance"] is True
 
+    def test_a_resumed_run_is_compared_with_the_evaluation_before_its_first_step(self, life: dict[str, Any]) -> None:
+        summary = json.loads(life["resumed"][life["resumed"].index("\n{\n") :])
+        assert "evaluated at the first start, with the weights of step 0: success" in life["resumed"]
+        assert (summary["before"]["label"], summary["after"]["label"]) == ("step_0", f"step_{life['last']}")
+        assert [row["step"] for row in read_metrics(life["folder"]) if "eval/success" in row] == [0, life["last"]]
+
     def test_the_exported_model_loads_in_transformers(self, life: dict[str, Any]) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -261,7 +267,7 @@ class TestOneRunThroughItsLife:
         assert code == 0, output
         rows = read_metrics(life["folder"])
         evaluated = [row["step"] for row in rows if "env_1/eval/success" in row]
-        assert evaluated == [0, life["stopped_at"][0], life["last"], life["last"]]
+        assert evaluated == [0, life["last"], life["last"]]
         assert [row["step"] for row in step_rows(life["folder"])] == list(range(1, life["last"] + 1))
 
     def test_the_name_of_a_run_is_not_taken_twice(self, life: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from roll_flash.config.tree import Config
-from roll_flash.errors import RollFlashError
+from roll_flash.errors import ConfigError, RollFlashError
 from roll_flash.evaluation.evaluation import EpisodeRunner, evaluate_environments
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.processes.background import start_background
@@ -45,6 +45,24 @@ async def evaluate_version(
     for env, other in result.others.items():
         metrics |= {f"{env}/{figure}": value for figure, value in _figures(other).items()}
     return result, metrics
+
+
+async def recorded_evaluation(
+    config: Config, folder: Path, version: int, *, trained: Collection[str] = ()
+) -> EvalResult | None:
+    """Return the evaluation of a version that an earlier start of the run has made; None if there is none, or one with
+    other settings."""
+    name = f"step_{version}"
+    if not (folder / name).is_dir():
+        return None
+    try:
+        result = await evaluate_environments(
+            None, config, folder / name, label=lambda _: name, max_concurrent=1, trained=trained
+        )
+    except ConfigError:
+        return None
+    was_made = not any("not_run" in each.failures for each in (result, *result.others.values()))
+    return result if was_made else None
 
 
 def _figures(result: EvalResult) -> dict[str, float]:

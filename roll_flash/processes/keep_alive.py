@@ -20,7 +20,7 @@ from roll_flash.processes.supervise import end_with_parent
 from roll_flash.terminal import say
 
 DONE, USAGE_ERROR, INTERRUPTED = 0, 2, 130
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
+PAUSE_AFTER_PROGRESS_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 5.0, 300.0
 MAX_WITHOUT_PROGRESS = 4
 """Starts in a row without a new step, after which the run is given up."""
 POLL_S = 0.25
@@ -35,10 +35,10 @@ def keep_alive(
 ) -> int:
     """Run `command()` again and again and return the last exit code. `progress`: number of the newest step.
 
-    Between starts it waits `first_pause_s`, and twice as long each time while there is no new step. A run that was told
-    to stop is not started again, however it ended.
+    It starts again soon after an end with a new step; without one it waits `first_pause_s`, and twice as long each
+    further time. A run that was told to stop is not started again, however it ended.
     """
-    without_progress, pause_s, ends = 0, first_pause_s, {DONE, USAGE_ERROR, INTERRUPTED}
+    without_progress, ends = 0, {DONE, USAGE_ERROR, INTERRUPTED}
     with _Stops() as stops:
         while True:
             before = progress()
@@ -48,18 +48,18 @@ def keep_alive(
             ends.discard(USAGE_ERROR)
             if stops.came:
                 return INTERRUPTED
-            if progress() > before:
-                without_progress, pause_s = 0, first_pause_s
-            else:
-                without_progress += 1
+            without_progress = 0 if progress() > before else without_progress + 1
             what = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             if without_progress == MAX_WITHOUT_PROGRESS:
                 say(f"the run {what}, {without_progress} times without a new step: it is not started again", error=True)
                 return 1 if code < 0 else code
+            if without_progress:
+                pause_s = min(first_pause_s * 2 ** (without_progress - 1), LONGEST_PAUSE_S)
+            else:
+                pause_s = min(PAUSE_AFTER_PROGRESS_S, first_pause_s)
             say(f"the run {what} after step {progress()}; starting it again in {pause_s:g} s", error=True)
             if stops.come_within(pause_s):
                 return INTERRUPTED
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 class _Stops:

@@ -23,7 +23,7 @@ from roll_flash.engines.inference import ClientSpec, InferenceEngine
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.envs.task_sources import open_tasks
 from roll_flash.errors import CheckpointError
-from roll_flash.evaluation.in_training import EvaluationsBesideTraining, evaluate_version
+from roll_flash.evaluation.in_training import EvaluationsBesideTraining, evaluate_version, recorded_evaluation
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.inference.open import open_engine, why_no_replay
 from roll_flash.learner.warm_start import warm_start
@@ -116,6 +116,10 @@ class System:
         )
         self.metrics.log(version, metrics)
         return result
+
+    async def evaluation_before_training(self) -> EvalResult | None:
+        """Return the evaluation of step 0 by an earlier start of the run, if there is one with the same settings."""
+        return await recorded_evaluation(self.config, self.run_dir.eval, 0, trained=self.trained_tasks.hashes)
 
     def evaluations(self, note: Callable[[str], None]) -> EvaluationsBesideTraining:
         """Evaluations of `eval.every`, which run during training."""

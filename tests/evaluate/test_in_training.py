@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -16,7 +17,7 @@ from scripted_runner import ScriptedRunner, trajectory_of
 
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import RunError
-from roll_flash.evaluation.in_training import EvaluationsBesideTraining, evaluate_version
+from roll_flash.evaluation.in_training import EvaluationsBesideTraining, evaluate_version, recorded_evaluation
 from roll_flash.system import system
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Trajectory
 
@@ -158,6 +159,24 @@ def test_the_environments_of_a_run_share_the_budget_of_an_evaluation(tmp_path: P
     assert (result.scored, other.scored) == (3, 1)
     assert "45 tokens are used" in str(other.stopped)
     assert metrics["env_1/eval/failed"] == 2
+
+
+def test_a_run_that_goes_on_has_the_evaluation_of_its_first_start_if_settings_are_the_same(tmp_path: Path) -> None:
+    async def evaluated() -> None:
+        assert await recorded_evaluation(config(), tmp_path, 0) is None
+        assert not os.listdir(tmp_path)
+        made, _ = await evaluate_version(ScriptedRunner(even), config(), tmp_path, 0, max_concurrent=1)
+        found = await recorded_evaluation(config(), tmp_path, 0)
+        assert found is not None
+        assert (found.success, found.task_hashes) == (made.success, made.task_hashes)
+        assert found.others["env_1"].success == made.others["env_1"].success
+        assert await recorded_evaluation(config(tasks=4), tmp_path, 0) is None, "one task was not evaluated"
+        assert await recorded_evaluation(config(temperature=0.5), tmp_path, 0) is None
+
+    def even(spec: EpisodeSpec) -> bool:
+        return spec.task.seed % 2 == 0
+
+    asyncio.run(evaluated())
 
 
 def test_evaluations_of_a_run_know_what_it_was_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
