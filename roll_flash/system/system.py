@@ -259,7 +259,9 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
         stack.push_async_callback(learner.close)
         engine = await _open_servers(stack, config, start.model_folder, run_dir.logs, places, progress.note)
         fleet = _open_workers(stack, config, None, start.model_folder, start.sandboxes, places)
-        await gather_or_cancel(_start_models(learner, engine, places, config, progress.note), fleet.start())
+        is_known = start.checkpoint is not None
+        models = _start_models(learner, engine, places, config, progress.note, is_known=is_known)
+        await gather_or_cancel(models, fleet.start())
         spec = shared_spec(config, engine.client_spec())
         await fleet.serve(spec)
     if teacher is not None:
@@ -432,9 +434,21 @@ async def _start_models(
     places: Reservation,
     config: Config,
     note: Callable[[str], None],
+    *,
+    is_known: bool = False,
 ) -> None:
     """Start learner and servers. The learner tries the model before servers start: an unsupported model then costs only
-    one process. If it is supported, that process is used further."""
+    one process. If it is supported, that process is used further. A model that `is_known`, since the run has learned
+    with it, is tried while servers start."""
+    if is_known and engine is not None and not places.shares_gpus:
+        note(f"starting servers and the learner ({config.usual_start_of_servers})")
+
+        async def start_learner() -> None:
+            await learner.check_model(places)
+            await learner.start()
+
+        await gather_or_cancel(engine.start(), start_learner())
+        return
     note(
         f"trying in the learner's first process whether {Path(config.model.path).name} is computed exactly; servers "
         "start after that (usually 5-40 s)"

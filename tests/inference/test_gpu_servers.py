@@ -270,15 +270,27 @@ class StandIn:
         return None
 
 
-@pytest.mark.parametrize("shares_gpus", [True, False])
-def test_the_model_is_tried_first_and_on_a_shared_gpu_the_server_is_up_before_the_learner_takes_memory(
-    shares_gpus: bool,
+TRIED = "the model is tried"
+ONE_AFTER_ANOTHER = [TRIED, "server starts", "server is up", "learner starts", "learner is up"]
+TOGETHER = [TRIED, "server starts", "learner starts", "server is up", "learner is up"]
+
+
+@pytest.mark.parametrize(
+    ("shares_gpus", "is_known", "order"),
+    [
+        (True, False, ONE_AFTER_ANOTHER),
+        (False, False, TOGETHER),
+        (True, True, ONE_AFTER_ANOTHER),
+        (False, True, ["server starts", TRIED, "learner starts", "server is up", "learner is up"]),
+    ],
+)
+def test_a_new_model_is_tried_first_and_on_a_shared_gpu_the_server_is_up_before_the_learner_takes_memory(
+    shares_gpus: bool, is_known: bool, order: list[str]
 ) -> None:
     events: list[str] = []
     learner, server = StandIn("learner", events), StandIn("server", events)
     places = types.SimpleNamespace(shares_gpus=shares_gpus)
     config = load_config(TREE)
-    asyncio.run(system._start_models(cast(Any, learner), cast(Any, server), cast(Any, places), config, lambda _: None))
-    one_after_another = ["server starts", "server is up", "learner starts", "learner is up"]
-    together = ["server starts", "learner starts", "server is up", "learner is up"]
-    assert events == ["the model is tried", *(one_after_another if shares_gpus else together)]
+    parts = cast(Any, learner), cast(Any, server), cast(Any, places)
+    asyncio.run(system._start_models(*parts, config, lambda _: None, is_known=is_known))
+    assert events == order
