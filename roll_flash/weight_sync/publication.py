@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from roll_flash.config.tree import WeightsConfig
 from roll_flash.engines.inference import InferenceEngine, InFlight, StagedWeights
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import InferenceError, LearnerLostError, RunError
-from roll_flash.processes.background import start_background
+from roll_flash.processes.background import gather_or_cancel, start_background
 from roll_flash.watchdog.activity import doing
 from roll_flash.weight_sync.parity import Parity, Probe, check, compare
 
@@ -122,9 +123,11 @@ class Publisher:
 
     async def check(self) -> Parity:
         """Run the whole parity probe before the first step, with the weights that both sides loaded themselves."""
-        expected = await self._learner.logprobs_of(self._probe.texts)
+        learner, servers = self._learner.logprobs_of(self._probe.texts), self._scored_by_servers(self._probe)
+        both: list[Any] = await gather_or_cancel(learner, servers)
+        expected, found = both
         self._checked = True
-        return await self._compare(self._probe, expected)
+        return self._compare(expected, found)
 
     async def forget(self) -> None:
         """End the running publication and forget published weights on GPUs: the learner that had them is lost."""
@@ -150,7 +153,7 @@ class Publisher:
             with doing("the publication", "not all servers have the new weights", then=then):
                 updates = await self._engine.publish(weights, in_flight=self._in_flight)
             with doing("the publication", "servers have not scored the parity probe", then=then):
-                parity = await self._compare(probe, expected)
+                parity = self._compare(expected, await self._scored_by_servers(probe))
             self._on_published(weights.version)
             total_s = time.monotonic() - started
         except InferenceError:
@@ -173,9 +176,13 @@ class Publisher:
             await self._engine.forget_weights_on_devices()
             await self._learner.release_weights(held)
 
-    async def _compare(self, probe: Probe, expected: Sequence[NDArray[np.float32]]) -> Parity:
-        """Score the probe on all servers. Raises ParityError if a server differs from the learner."""
-        found = [await self._engine.score(text) for text in probe.texts]
+    async def _scored_by_servers(self, probe: Probe) -> list[list[NDArray[np.float32]]]:
+        return [await self._engine.score(text) for text in probe.texts]
+
+    def _compare(
+        self, expected: Sequence[NDArray[np.float32]], found: Sequence[Sequence[NDArray[np.float32]]]
+    ) -> Parity:
+        """Raises ParityError if a server differs from the learner."""
         parity = compare(expected, found)
         check(parity, self._threshold)
         return parity

@@ -105,6 +105,15 @@ def test_a_server_on_a_cpu_is_not_split(model: Path) -> None:
         check_engine(InferenceConfig(tensor_parallel_size=2), model, trains=False)
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("extra", "disabled"), [({}, "1"), ({"enforce-eager": False}, "0"), ({"enforce_eager": True}, "1")]
+)
+def test_a_server_on_a_cpu_compiles_nothing_unless_told(extra: dict[str, Any], disabled: str, model: Path) -> None:
+    _, environment = launched(InferenceConfig(extra_args=extra), model)
+    assert environment["TORCHDYNAMO_DISABLE"] == disabled
+
+
 def test_a_missing_vllm_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_server, "vllm_build", lambda: None)
     with pytest.raises(InferenceError, match="vLLM is not installed"):

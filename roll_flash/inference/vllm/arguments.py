@@ -40,17 +40,17 @@ _REFUSED = {
 def check_extra_args(extra: Mapping[str, Any]) -> None:
     """Raises ConfigError for an option that the run sets, or that would give a server other GPUs than it reserves."""
     for key in extra:
-        if (reason := _REFUSED.get(_name(key))) is not None:
+        if (reason := _REFUSED.get(option_name(key))) is not None:
             raise ConfigError(f"inference.extra_args.{key}: {reason}; remove it from extra_args")
 
 
 def command_line(options: Mapping[str, Any], extra: Mapping[str, Any]) -> list[str]:
     """Return the arguments of vLLM's server; `extra` replaces `options` of the same name."""
-    merged = {**options, **{_name(key): value for key, value in extra.items()}}
+    merged = {**options, **{option_name(key): value for key, value in extra.items()}}
     return [word for key, value in merged.items() for word in _words(key, value)]
 
 
-def _name(key: str) -> str:
+def option_name(key: str) -> str:
     return key.lstrip("-").replace("-", "_")
 
 

@@ -11,6 +11,8 @@ internals.
 - Latent attention (deepseek_v3) on CPU. vLLM's kernel for rotary positions expects all heads of a token in one
   dimension; given a dimension of heads, as latent attention does, it rotates the wrong numbers: no error, but
   log-probabilities are off by 0.5. Such tensors take vLLM's own PyTorch version. YaRN's positions have always done so.
+- Ranks of tokens on CPU. vLLM compiles the line that counts them, with the machine's C++ compiler, at the first request
+  for log-probabilities: on 2 cores 8 s of each start, and the end of the server where there is no compiler.
 - Seeded requests with chunked prefill on CPU. After each chunk vLLM samples a token, discards it, and then rewinds the
   request's random generator. CPU generators cannot be rewound, so one such request crashed the whole server. The patch
   removes the generators of these requests while the discarded tokens are sampled: the generators stay unused, so the
@@ -99,6 +101,25 @@ def patch_rotary_positions() -> None:
         return (forward if query.ndim == 2 else type(self).forward_native)(self, positions, query, key)
 
     _install(RotaryEmbedding, "forward_cpu", forward_heads)
+
+
+def patch_token_ranks() -> None:
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import sampler
+
+    if not current_platform.is_cpu():
+        return
+    if not hasattr(sampler, "batched_count_greater_than"):
+        _log.warning("this vLLM counts the ranks of tokens in another way: servers on a CPU may need a C++ compiler")
+        return
+
+    def count_not_less(logprobs: torch.Tensor, of_token: torch.Tensor) -> torch.Tensor:
+        # A float per element is four times as fast as the boolean mask and exact up to 2^24 elements.
+        mask = torch.empty_like(logprobs, dtype=torch.float32)
+        return torch.ge(logprobs, of_token, out=mask).sum(-1).long()
+
+    _install(sampler, "batched_count_greater_than", count_not_less)
 
 
 def patch_seeded_chunked_prefill() -> None:

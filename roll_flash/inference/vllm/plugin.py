@@ -3,7 +3,8 @@
 vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`). It registers the engine,
 names semaphores so that our guard can clean them up, ends the process when the guard is killed, and installs patches:
 weight versions in every streamed piece, experts packed and copied weights refreshed at every load, numbers of MIG
-slices, rotary positions of latent attention on CPU. The engine itself is `roll_flash.weight_sync.shared_memory`.
+slices, rotary positions of latent attention and ranks of tokens on CPU. The engine itself is
+`roll_flash.weight_sync.shared_memory`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from roll_flash.inference.vllm.patches import (
     patch_expert_reload,
     patch_rotary_positions,
     patch_streamed_versions,
+    patch_token_ranks,
 )
 from roll_flash.processes.supervise import claim_semaphores, end_with_guard
 from roll_flash.watchdog.stacks import register_stacks
@@ -33,6 +35,7 @@ def register() -> None:
     patch_copied_weights()
     patch_mig_slices()
     patch_rotary_positions()
+    patch_token_ranks()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "roll_flash.weight_sync.shared_memory", "SharedMemoryWeightTransferEngine"

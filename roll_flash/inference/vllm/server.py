@@ -9,7 +9,7 @@ from typing import Any, Literal
 from roll_flash.config.tree import InferenceConfig
 from roll_flash.errors import InferenceError, ModelError
 from roll_flash.inference.servers.control import Launcher
-from roll_flash.inference.vllm.arguments import check_extra_args, command_line
+from roll_flash.inference.vllm.arguments import check_extra_args, command_line, option_name
 from roll_flash.models.folder import model_type
 from roll_flash.processes.gpus import vllm_build
 
@@ -146,10 +146,13 @@ def _environment(config: InferenceConfig, device: str) -> dict[str, str]:
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if device == "cuda":
         return environment
+    extra = {option_name(key): value for key, value in config.extra_args.items()}
     return environment | {
         "OMP_NUM_THREADS": str(config.threads),
         # By default vLLM would pin every server to the same first cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # vLLM requires this with the executor "uni"; the engine keeps its process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Some functions of vLLM are compiled in spite of `enforce_eager`, which takes a C++ compiler and seconds.
+        "TORCHDYNAMO_DISABLE": str(int(extra.get("enforce_eager", True))),
     }
