@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The README's set-up as a new user has it: a clean Debian with python3, make and git, nothing else, and a fresh clone.
-# Finds a system package that a maintainer's machine has and a user's has not. Debian's own Python runs the tests that
-# need neither engine nor model; so does a newer Python, if there is one here.
-# Runs in a container of the machine's engine, with this machine's settings of pip and apt; about 8 minutes.
+# Finds a system package that a maintainer's machine has and a user's has not: a short run trains there with vLLM and
+# Docker, and Debian's own Python runs tests that need neither engine nor model.
+# Runs in a container of the machine's engine, with this machine's settings of pip and apt; about 10 minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -75,8 +75,12 @@ missing = [check["name"] for check in json.load(open("/root/doctor.json"))["chec
 sys.exit(f"the set-up left out: {', '.join(missing)}" if missing else 0)
 CHECK
 .venv/bin/python --version
+timeout --signal=INT --kill-after=60 600 \
+    .venv/bin/python tests/leaks.py .venv/bin/roll-flash train configs/ci.yaml name=ci runs=/root/runs
+.venv/bin/python .ci/check_run.py /root/runs/ci
 CI= .venv/bin/python -m pytest -m "not docker and not vllm and not ray and not adapters" \
-    tests/sandboxes/test_archives.py tests/sandboxes/test_abuse_files.py tests/sandboxes/test_frames.py tests/test_setup.py
+    tests/sandboxes/test_archives.py tests/sandboxes/test_abuse_files.py tests/sandboxes/test_frames.py tests/test_setup.py ||
+    bash .ci/alone.sh .venv/bin/python
 INSIDE
 }
 

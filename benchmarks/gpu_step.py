@@ -20,7 +20,7 @@ from roll_flash.gpu_check.check import Check, Group, Result
 from roll_flash.gpu_check.groups import all_groups
 from roll_flash.gpu_check.report import Report
 from roll_flash.gpu_check.runner import Runner
-from roll_flash.gpu_check.settings import Settings, make_settings
+from roll_flash.gpu_check.settings import Settings, create_folder, make_settings
 
 OPTIONS = (
     "learner.micro_batch_tokens=8192",
@@ -48,6 +48,7 @@ def _step(words: str) -> Group:
 
 def measure(shape: str, options: list[str], output: Path) -> dict[str, Any]:
     settings = make_settings(output / shape, None, (f"model.path={shape}", "learner.warmup_steps=0"))
+    create_folder(settings.output)
     report = Report(settings)
     try:
         for result in Runner(settings, lambda line: print(line, file=sys.stderr, flush=True)).run(

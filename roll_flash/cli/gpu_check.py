@@ -22,14 +22,15 @@ def gpu_check(
     from roll_flash.gpu_check.groups import all_groups, groups_named
     from roll_flash.gpu_check.report import Report
     from roll_flash.gpu_check.runner import Runner, not_run
-    from roll_flash.gpu_check.settings import make_settings
+    from roll_flash.gpu_check.settings import create_folder, make_settings
 
     source, overrides = split_words(words)
     folder = Path(output or f"gpu-check-{datetime.now():%Y%m%d-%H%M%S}")
     settings = make_settings(folder, source, overrides)
+    groups = all_groups(settings) if only is None else groups_named(only, all_groups(settings))
+    create_folder(settings.output)
     kind = "no GPU can be used here: this is a REHEARSAL on the CPU" if settings.rehearsal else "about ten minutes"
     say(f"gpu-check: {kind}; the report goes to {folder}", error=True)
-    groups = all_groups(settings) if only is None else groups_named(only, all_groups(settings))
     report = Report(settings, only=only or "")
     try:
         for result in Runner(settings, lambda line: say(line, error=True)).run(groups):

@@ -84,7 +84,7 @@ class Settings:
 
 
 def make_settings(output: Path, recipe: str | None, overrides: Sequence[str]) -> Settings:
-    """Decide what is checked, and create the folder `output`.
+    """Decide what is checked, with a report in the folder `output`, which `create_folder` creates.
 
     In a rehearsal a recipe gives way to the tiny model. Raises ConfigError, also if `output` exists and holds files.
     """
@@ -95,13 +95,17 @@ def make_settings(output: Path, recipe: str | None, overrides: Sequence[str]) ->
     tree = dict(REHEARSED if not gpus else ON_GPU if recipe is None else read_yaml(Path(recipe)))
     config = load_config(_without_needs(tree, output), overrides)
     folder, shape = _model(config.model.path, output)
+    path = config.model.path if config.model.path in RECIPES else str(folder)
+    resolved = config.model_dump(mode="json") | {"model": {**config.model.model_dump(), "path": path, "revision": None}}
+    return Settings(output, resolved, folder, gpus, shape, recipe or "")
+
+
+def create_folder(output: Path) -> None:
+    """Create the folder of the report, with the data and the reward of the check's runs."""
     output.mkdir(parents=True, exist_ok=True)
     (output / REWARD).write_text(REWARD_CODE)
     rows = [json.dumps({"prompt": f"Say {number}.", "answer": str(number)}) for number in range(64)]
     (output / ROWS).write_text("\n".join(rows) + "\n")
-    path = config.model.path if config.model.path in RECIPES else str(folder)
-    resolved = config.model_dump(mode="json") | {"model": {**config.model.model_dump(), "path": path, "revision": None}}
-    return Settings(output, resolved, folder, gpus, shape, recipe or "")
 
 
 REWARD_CODE = '''def variety(completion):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from roll_flash.gpu_check.check import Bench
-from roll_flash.gpu_check.settings import Settings, make_settings
+from roll_flash.gpu_check.settings import Settings, create_folder, make_settings
 from roll_flash.models.prepare import resolve_model
 
 
@@ -29,7 +29,9 @@ class Reported:
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     resolve_model("tiny")
-    return make_settings(tmp_path / "report", None, ())
+    settings = make_settings(tmp_path / "report", None, ())
+    create_folder(settings.output)
+    return settings
 
 
 @pytest.fixture

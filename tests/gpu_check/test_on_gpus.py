@@ -24,7 +24,7 @@ from roll_flash.gpu_check import machine, runner, servers, settings, training
 from roll_flash.gpu_check.check import Bench, CheckFailedError
 from roll_flash.gpu_check.groups import all_groups
 from roll_flash.gpu_check.servers import Models
-from roll_flash.gpu_check.settings import CONFIGS, Settings, make_settings
+from roll_flash.gpu_check.settings import CONFIGS, Settings, create_folder, make_settings
 from roll_flash.models.folder import check_model_folder
 from roll_flash.models.tiny import CHARACTERS
 from roll_flash.processes.nvml import Driver, Gpu
@@ -58,7 +58,9 @@ def make_gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def settings_on(gpus: int, tmp_path: Path, make_gpus: Any, recipe: Path | None = None) -> Settings:
     make_gpus(gpus)
-    return make_settings(tmp_path / "report", None if recipe is None else str(recipe), ())
+    settings = make_settings(tmp_path / "report", None if recipe is None else str(recipe), ())
+    create_folder(settings.output)
+    return settings
 
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES], ids=lambda path: "none" if path is None else path.stem)

@@ -115,6 +115,14 @@ def test_a_word_that_is_in_no_name_is_refused_with_the_names(settings: Settings)
         groups_named("ipc,icp", all_groups(settings))
 
 
+def test_a_wrong_word_leaves_no_folder_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "roll_flash", "gpu-check", "--only", "icp", "--output", str(tmp_path / "report")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "--only icp: is in no name" in done.stderr
+    assert not (tmp_path / "report").exists()
+
+
 def test_a_folder_with_files_is_not_written_into(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
     command = [sys.executable, "-m", "roll_flash", "gpu-check", "--output", str(tmp_path)]

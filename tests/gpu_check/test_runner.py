@@ -32,12 +32,13 @@ def run(settings: Settings, *groups: Group) -> tuple[list[Result], list[str]]:
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     """One group in which checks end in every way."""
-    from roll_flash.gpu_check.settings import make_settings
+    from roll_flash.gpu_check.settings import create_folder, make_settings
 
     names = ("passes", "fails", "raises", "cannot", "crashes", "leaves", "hangs", "passes_again")
     checks = [check(name, deadline_s=2 if name == "hangs" else 60) for name in names[:-1]]
     checks.append(Check("passes_again", "", f"{HERE}:passes", 60, {"value": 2}))
     settings = make_settings(tmp_path_factory.mktemp("checks") / "report", None, ())
+    create_folder(settings.output)
     results, said = run(settings, Group("all ends", tuple(checks)))
     assert [result.name for result in results] == list(names)
     assert any("still" in line or "waiting for nothing" in line for line in said)
