@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,10 @@ from roll_flash.processes.background import (
     FirstFailure,
     background_task,
     call_in_thread,
+    cancel_and_wait,
     cancel_on_failure,
     gather_or_cancel,
+    start_background,
 )
 from roll_flash.processes.ray.local_ray import local_ray, own_gpus, unused_gpus
 from roll_flash.processes.ray.watch import ANSWER_TIMEOUT_S, watching_ray
@@ -259,19 +261,16 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
         stack.push_async_callback(learner.close)
         engine = await _open_servers(stack, config, start.model_folder, run_dir.logs, places, progress.note)
         fleet = _open_workers(stack, config, None, start.model_folder, start.sandboxes, places)
-        is_known = start.checkpoint is not None
-        models = _start_models(learner, engine, places, config, progress.note, is_known=is_known)
-        await gather_or_cancel(models, fleet.start())
+        restore = _restore(stack, start, learner, progress.note)
+        await gather_or_cancel(_start_models(learner, engine, places, config, progress.note, restore), fleet.start())
         spec = shared_spec(config, engine.client_spec())
         await fleet.serve(spec)
     if teacher is not None:
         await _start_teacher(stack, start, teacher, engine, progress.note)
     elastic = ElasticParts(engine, fleet, spec, run_dir.folder, progress.note)
     await stack.enter_async_context(background_task(elastic.run(), "the scaling of the run"))
-    resumed = None
-    if start.checkpoint:
-        resumed = await resume(config, run_dir, start.checkpoint, learner, progress.note)
-    elif start.resumes:
+    resumed = None if restore is None else await restore()
+    if start.resumes and resumed is None:
         run_dir.begin_again()
     exports = Exports.of(config.model_dump(mode="json"), run_dir.folder, progress.note)
     stack.push_async_callback(call_in_thread, exports.close)
@@ -428,24 +427,45 @@ async def _open_servers(
     return _open_engine(stack, config, model_folder, logs, places, returns_experts=no_replay is None)
 
 
+def _restore(
+    stack: AsyncExitStack, start: Start, learner: LearnerEngine, note: Callable[[str], None]
+) -> Callable[[], asyncio.Task[Resumed]] | None:
+    """Return what brings a learner that has started to the newest step of a run that goes on: it begins at the first
+    call, and each returns the same task. None if the run begins."""
+    if (checkpoint := start.checkpoint) is None:
+        return None
+
+    @cache
+    def begin() -> asyncio.Task[Resumed]:
+        work = resume(start.config, start.run_dir, checkpoint, learner, note)
+        task = start_background(work, "the return to the newest step")
+        stack.push_async_callback(cancel_and_wait, [task])
+        return task
+
+    return begin
+
+
 async def _start_models(
     learner: LearnerEngine,
     engine: InferenceEngine | None,
     places: Reservation,
     config: Config,
     note: Callable[[str], None],
-    *,
-    is_known: bool = False,
+    restore: Callable[[], object] | None = None,
 ) -> None:
     """Start learner and servers. The learner tries the model before servers start: an unsupported model then costs only
-    one process. If it is supported, that process is used further. A model that `is_known`, since the run has learned
-    with it, is tried while servers start."""
-    if is_known and engine is not None and not places.shares_gpus:
+    one process. If it is supported, that process is used further.
+
+    A model with which the run has learned, since there is something to `restore`, is tried while servers start; then
+    the learner is restored, which may go on after the servers have started.
+    """
+    if restore is not None and engine is not None and not places.shares_gpus:
         note(f"starting servers and the learner ({config.usual_start_of_servers})")
 
         async def start_learner() -> None:
             await learner.check_model(places)
             await learner.start()
+            restore()
 
         await gather_or_cancel(engine.start(), start_learner())
         return

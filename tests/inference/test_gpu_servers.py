@@ -285,21 +285,22 @@ TOGETHER = [TRIED, "server starts", "learner starts", "server is up", "learner i
 
 
 @pytest.mark.parametrize(
-    ("shares_gpus", "is_known", "order"),
+    ("shares_gpus", "goes_on", "order"),
     [
         (True, False, ONE_AFTER_ANOTHER),
         (False, False, TOGETHER),
         (True, True, ONE_AFTER_ANOTHER),
-        (False, True, ["server starts", TRIED, "learner starts", "server is up", "learner is up"]),
+        (False, True, ["server starts", TRIED, "learner starts", "server is up", "learner is up", "it is restored"]),
     ],
 )
 def test_a_new_model_is_tried_first_and_on_a_shared_gpu_the_server_is_up_before_the_learner_takes_memory(
-    shares_gpus: bool, is_known: bool, order: list[str]
+    shares_gpus: bool, goes_on: bool, order: list[str]
 ) -> None:
     events: list[str] = []
     learner, server = StandIn("learner", events), StandIn("server", events)
     places = types.SimpleNamespace(shares_gpus=shares_gpus)
     config = load_config(TREE)
     parts = cast(Any, learner), cast(Any, server), cast(Any, places)
-    asyncio.run(system._start_models(*parts, config, lambda _: None, is_known=is_known))
+    restore = (lambda: events.append("it is restored")) if goes_on else None
+    asyncio.run(system._start_models(*parts, config, lambda _: None, restore))
     assert events == order
