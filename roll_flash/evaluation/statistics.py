@@ -53,8 +53,28 @@ def wilson_interval(successes: float, trials: int) -> tuple[float, float]:
     return max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half))
 
 
+def students_t(degrees: int) -> float:
+    """Quantile of Student's t for CONFIDENCE at both sides (Abramowitz and Stegun 1964, 26.7.5).
+
+    Too small by 0.1 % for 3 degrees of freedom, by less for more; by 11 % for one.
+    """
+    z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return math.fsum([z, *(term / float(degrees) ** power for power, term in enumerate(terms, 1))])
+
+
 def bootstrap_interval(task_means: Sequence[float]) -> tuple[float, float]:
-    """Percentile interval of the mean, resampling tasks: attempts at one task are one cluster (Efron 1979)."""
+    """Expanded percentile interval of the mean, resampling tasks: attempts at one task are one cluster.
+
+    Means of resampled tasks scatter less than those of new tasks would; the quantiles are therefore as far out as those
+    of Student's t and a variance with n - 1 (Hesterberg 2015, "What teachers should know about the bootstrap"). Of
+    intervals of 8 tasks 94 % then hold the true mean, of 4 tasks 87 %; the plain percentile interval: 88 and 80 %.
+    """
     values = np.asarray(task_means, dtype=np.float64)
     if values.size == 0:
         raise ValueError("an interval needs at least one task")
@@ -63,7 +83,10 @@ def bootstrap_interval(task_means: Sequence[float]) -> tuple[float, float]:
     for start in range(0, RESAMPLES, 500):
         drawn = generator.integers(0, values.size, size=(500, values.size))
         means[start : start + 500] = values[drawn].mean(axis=1)
-    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    tail = 0.5
+    if values.size > 1:
+        tail = NormalDist().cdf(-students_t(values.size - 1) * math.sqrt(values.size / (values.size - 1)))
+    low, high = np.quantile(means, [tail, 1 - tail])
     return float(low), float(high)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import numpy as np
 import pytest
 
 from roll_flash.evaluation.statistics import (
@@ -14,6 +15,7 @@ from roll_flash.evaluation.statistics import (
     estimate_success,
     ks_to_report,
     pass_at_k,
+    students_t,
     wilson_interval,
 )
 
@@ -59,6 +61,21 @@ def test_bootstrap_of_many_tasks_approaches_the_normal_interval_and_repeats_exac
     low, high = bootstrap_interval(values)
     assert (low, high) == pytest.approx((0.5 - 1.96 * 0.025, 0.5 + 1.96 * 0.025), abs=0.005)
     assert bootstrap_interval(values) == (low, high)
+
+
+def test_quantiles_of_students_t_are_those_of_tables() -> None:
+    found = [students_t(degrees) for degrees in (3, 4, 7, 30, 120)]
+    assert found == pytest.approx([3.182, 2.776, 2.365, 2.042, 1.980], rel=1.2e-3)
+
+
+def test_nineteen_of_twenty_intervals_of_few_tasks_hold_the_mean() -> None:
+    """Of the plain percentile intervals only 88 % do."""
+    generator = np.random.default_rng(0)
+    held = 0
+    for _ in range(400):
+        low, high = bootstrap_interval(generator.normal(size=8).tolist())
+        held += low <= 0 <= high
+    assert 0.92 <= held / 400 <= 0.98
 
 
 def test_attempts_at_one_task_count_as_one_cluster() -> None:
