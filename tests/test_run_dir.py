@@ -136,6 +136,7 @@ def test_resume_of_a_run_that_is_not_there_says_so(tmp_path: Path) -> None:
         ({"envs": [{"id": "Other-v0"}]}, "envs.0.id"),
         ({"envs": [{"id": "Maze-v0", "kwargs": {"size": 9}}]}, "envs.0.kwargs"),
         ({"envs": [{"id": "Maze-v0", "task_source": {"entry_point": "mine.py:rows"}}]}, "envs.0.task_source"),
+        ({"envs": [{"id": "Maze-v0", "weight": 3.0}]}, "envs.0.weight"),
         ({"learner": {"advantage": "rloo"}}, "learner.advantage"),
         ({"learner": {"loss": {"name": "ppo"}}}, "learner.loss.name"),
         ({"learner": {"lora": {"alpha": 8.0}}}, "learner.lora.alpha"),

@@ -22,6 +22,8 @@ from roll_flash.run.trained_tasks import hashes_by_task, notes_on_tasks
 Record = Mapping[str, Any]
 SOLVED_FROM = 0.5
 """Minimum success rate of a solved task."""
+_ROUNDING = 1e-9
+"""Differences that are further apart are not equal: 1 - 2/3 and 2/3 - 1/3 are, up to rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ def estimate_difference(differences: Sequence[float]) -> Estimate:
     """
     value = sum(differences) / len(differences)
     low, high = bootstrap_interval(differences)
-    if min(differences) == max(differences):
+    if max(differences) - min(differences) < _ROUNDING:
         spread = min(1.0, 3.0 / len(differences))
         low, high = value - spread, value + spread
     return Estimate(value, low, high, len(differences))

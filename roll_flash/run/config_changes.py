@@ -42,6 +42,7 @@ def _fixed(config: Config) -> list[tuple[str, Any, str]]:
         ("envs.0.kwargs", first.kwargs, _TASKS),
         ("envs.0.levels", first.levels, _TASKS),
         ("envs.0.task_source", first.task_source, _TASKS),
+        ("envs.0.weight", first.weight, _TASKS),
         ("envs after the first", config.envs[1:], _TASKS),
         ("learner.engine", learner.engine, "each engine has checkpoints of its own"),
         ("learner.advantage", learner.advantage, _METHOD),

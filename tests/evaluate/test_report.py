@@ -210,6 +210,8 @@ def test_pairing_sees_a_difference_that_two_intervals_would_not() -> None:
     assert estimate.low > 0
     few = estimate_difference([1.0, 1.0])
     assert few.low <= 0  # two tasks are no proof
+    rounded = estimate_difference([1 - 2 / 3, 2 / 3 - 1 / 3, 1 / 3])
+    assert rounded.low <= 0  # nor are three that each gained a third
 
 
 def test_tasks_in_common_only_and_different_attempts_are_said(tmp_path: Path) -> None:

@@ -162,3 +162,4 @@ def test_rules_follow_the_config() -> None:
     assert AdvantageConfig.of(LearnerConfig(normalize_advantage="batch")).needs_whole_batch
     assert not AdvantageConfig.of(LearnerConfig()).needs_whole_batch
     assert AdvantageConfig.of(LearnerConfig(entropy_bonus=0.1)).keep_without_signal
+    assert AdvantageConfig.of(LearnerConfig(router_aux_loss=0.1)).keep_without_signal

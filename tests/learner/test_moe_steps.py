@@ -51,3 +51,16 @@ def test_rows_and_checkpointing_do_not_change_a_step_and_experts_and_balance_do(
     for other in (weights_after(folder, [free], router_aux_loss=0.1), weights_after(folder, [groups])):
         with pytest.raises(AssertionError):
             assert_same_weights(other, whole)
+
+
+def test_experts_are_balanced_over_groups_without_a_signal_too(folder: Path) -> None:
+    """Their tokens count in the mean: without them the loss would weigh less, the more groups are solved or failed."""
+    groups = [make_group(0), make_group(1, rewards=[1.0] * 4)]
+
+    async def use(learner: FsdpLearner) -> dict[str, float]:
+        await learner.accumulate(groups)
+        return (await learner.finish_step()).metrics
+
+    metrics = in_process(folder, use, router_aux_loss=0.1)
+    assert metrics["groups_without_signal"] == 1
+    assert metrics["computed_policy_tokens"] == metrics["policy_tokens"]

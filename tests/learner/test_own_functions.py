@@ -20,6 +20,7 @@ from roll_flash.system.start_checks import _check_own_functions
 from roll_flash.testing import check_advantage, check_loss
 from tests.docs.pages import blocks_of
 from tests.learner.in_process import assert_equal_weights
+from tests.learner.samples import make_group
 from tests.learner.test_steps import GROUPS, trained
 
 DEFINITION, TEST = (block.text for block in blocks_of("docs/algorithms.md") if block.language == "python")
@@ -179,3 +180,18 @@ def test_a_function_without_a_name_can_be_given_to_policy_loss() -> None:
     )
     assert output.loss.item() == pytest.approx(-2.0)
     assert np.isfinite(output.loss.item())
+
+
+def test_a_loss_that_learns_without_advantages_gets_groups_without_a_signal(mine: Path, tiny_model: Path) -> None:
+    """Here the pull towards the sampler: its tokens count in the mean, so they must be computed."""
+    mine.write_text(
+        f"{DEFINITION}\n\ndef pulled(tokens):\n"
+        "    return grpo_loss(tokens) + (tokens.logprobs - tokens.behavior_logprobs) ** 2\n"
+    )
+    groups = [[make_group(0), make_group(1, rewards=[1.0] * 4)]]
+    computed = {}
+    for name in ("grpo_loss", "pulled"):
+        _, result = trained(tiny_model, groups, loss={"name": f"mine.py:{name}"})
+        computed[name] = result.metrics["computed_policy_tokens"] / result.metrics["policy_tokens"]
+    assert computed["grpo_loss"] < 1
+    assert computed["pulled"] == 1

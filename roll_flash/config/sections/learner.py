@@ -510,7 +510,8 @@ class LearnerConfig(Section):
     @property
     def regularises(self) -> bool:
         """True if tokens with an advantage of 0 have a gradient too."""
-        return self.entropy_bonus > 0 or self.adaptive_entropy.target is not None or self.kl.in_loss
+        has_entropy = self.entropy_bonus > 0 or self.adaptive_entropy.target is not None
+        return has_entropy or self.kl.in_loss or self.router_aux_loss > 0
 
     @property
     def computes_silent_groups(self) -> bool:

@@ -59,6 +59,13 @@ def check_loss(function: LossFunction, **params: Any) -> None:
             )
 
 
+def learns_without_signal(function: LossFunction, **params: Any) -> bool:
+    """Return true if a loss that `check_loss` accepts has a gradient where all advantages are 0."""
+    tokens = _sequences(_LENGTHS)
+    _, gradient = _run(function, tokens | {"advantages": torch.zeros_like(tokens["advantages"])}, params)
+    return bool(gradient.abs().sum() > 0)  # not where it is NaN, of a loss that divides by its advantages
+
+
 def check_advantage(function: Callable[[NDArray[np.float64]], ArrayLike]) -> None:
     """Try an advantage function on rewards of groups. Raises ValueError with one line for the first thing that is
     wrong: it must return one finite number per replica, also for a single one or equal rewards, whatever their order.

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
 from roll_flash.config.sections.distill import DistillConfig
-from roll_flash.config.sections.learner import LearnerConfig
+from roll_flash.config.sections.learner import LearnerConfig, is_own
+from roll_flash.config.user_code import load_function
 from roll_flash.engines.inference import StagedWeights, WeightTransfer
 from roll_flash.engines.learner import AdamSettings, NamedLoss, StepResult
 from roll_flash.engines.places import Places, unless_lost
@@ -136,7 +137,7 @@ class FsdpLearner:
         """Maximum tokens of a packed row, by which trajectories are shared out."""
         self._version = 0
         self._skipped_in_a_row = 0
-        self._rules = AdvantageConfig.of(config, distill)
+        self._rules = _rules_of(config, distill)
         self._entropy = EntropyControl(config.entropy_bonus)
         self._begin_step()
 
@@ -711,6 +712,18 @@ class FsdpLearner:
             ray.kill(rank)
         self._ranks, self._watches = [], []
         self._lost.set()
+
+
+def _rules_of(config: LearnerConfig, distill: DistillConfig | None) -> AdvantageConfig:
+    """Return the rules of the config; groups without a signal are kept also for a loss of the user that has a gradient
+    where advantages are 0."""
+    rules = AdvantageConfig.of(config, distill)
+    if not is_own(config.loss.name):
+        return rules
+    from roll_flash.learner.losses.own import learns_without_signal  # imports torch
+
+    learns = learns_without_signal(load_function(config.loss.name, "learner.loss.name"), **config.loss.params)
+    return replace(rules, keep_without_signal=rules.keep_without_signal or learns)
 
 
 def _gpus_without_places(config: LearnerConfig) -> int:
