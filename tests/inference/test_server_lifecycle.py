@@ -234,8 +234,15 @@ def test_a_server_that_is_started_again_waits_for_who_has_taken_its_port(tmp_pat
     asyncio.run(start_twice())
 
 
-def test_requests_share_a_connection_until_an_error_after_which_the_server_closes_it(tmp_path: Path) -> None:
-    """As Starlette does: it answers 500, and closes the connection a moment later without having said so."""
+def test_requests_share_a_connection_until_an_error_after_which_the_server_closes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Starlette does: it answers 500, and closes the connection a moment later without having said so. All go
+    straight there, whatever proxies and certificates the environment names."""
+    for name in ("http_proxy", "https_proxy", "all_proxy", "SSL_CERT_FILE"):
+        monkeypatch.setenv(name, "socks5://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
     connections: list[asyncio.StreamWriter] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
