@@ -23,6 +23,7 @@ from roll_flash.inference.servers.control import Launcher
 from roll_flash.inference.servers.process import ServerProcess
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.ports import MIN_PORT
+from roll_flash.processes.ray.guard import RayGuard
 from roll_flash.processes.supervise import GuardedProcess, semaphore_prefix, sweep_semaphores
 
 TREE = """
@@ -186,6 +187,19 @@ def test_semaphores_of_guards_that_are_gone_are_swept_and_others_kept() -> None:
     finally:
         for path in (left, living, old, young):
             path.unlink(missing_ok=True)
+
+
+def test_what_ray_had_only_just_started_ends_with_it(tmp_path: Path) -> None:
+    """An agent that still imports has no file open; it would make the removed folder anew."""
+    guard = RayGuard(tmp_path / "rf-ray")
+    command = [sys.executable, "-c", "import time; time.sleep(600)", f"--session-dir={tmp_path}/rf-ray/session"]
+    agent = subprocess.Popen(command)
+    try:
+        guard.stop()
+        assert agent.wait(10) == -signal.SIGKILL
+    finally:
+        agent.kill()
+        agent.wait()
 
 
 def test_the_exit_status_of_a_command_is_told(tmp_path: Path) -> None:
