@@ -342,6 +342,16 @@ def test_a_finished_run_ends_with_its_summary(
     assert "Run maze is done" in capsys.readouterr().out
 
 
+def test_a_user_without_a_home_is_told_to_name_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `docker run --user 4321` has: no HOME, and no line in /etc/passwd."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 7)
+    assert main(["doctor", "--only", "python"]) == 2
+    assert capsys.readouterr().err == "roll-flash: this user has no home folder: set HOME to one that you can write\n"
+
+
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from roll_flash.chat.model_text import encodable
+from roll_flash.config.addresses import is_loopback
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.types import FinishReason, Message, SamplingParams
 
@@ -242,7 +243,7 @@ class OpenAIChatClient:
                 connector=aiohttp.TCPConnector(limit=self._max_connections),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
                 # The proxy look-up costs more than the rest of a request, so enable it only if proxies exist.
-                trust_env=bool(urllib.request.getproxies()),
+                trust_env=bool(urllib.request.getproxies()) and not is_loopback(urlsplit(self.url).hostname or ""),
             )
         return self._session
 

@@ -23,7 +23,7 @@ from roll_flash import __version__
 from roll_flash.cli import environments, evaluate, gateway, gpu_check, init, plan, sandbox, train
 from roll_flash.cli.options import Json, example, option, show
 from roll_flash.cli.run_folder import checkpoints, dash, diagnose, export, plot, replay, scale, status, verify
-from roll_flash.errors import RollFlashError
+from roll_flash.errors import ConfigError, RollFlashError
 from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.terminal import one_line, progress_bars_on_terminals_only, say
 
@@ -86,6 +86,8 @@ def _begin(
 ) -> None:
     """Asynchronous reinforcement learning for language-model agents."""
     make_logs_printable()
+    if os.path.expanduser("~") == "~":
+        raise ConfigError("this user has no home folder: set HOME to one that you can write")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `my_envs:Maze-v0` as an id finds my_envs.py in the working directory
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from roll_flash.cluster.nodes import Node
 from roll_flash.cluster.parts import Kind
 from roll_flash.cluster.sent_files import files_in
+from roll_flash.config.addresses import is_loopback
 from roll_flash.config.tree import Config
 from roll_flash.processes.gpus import vllm_build
 
@@ -126,14 +127,10 @@ def clock_warning(difference_s: float) -> str:
 def address_problem(others: Sequence[Node], here: str) -> str:
     """Return which of the other nodes has an address that the driver's node, whose address is `here`, cannot reach;
     empty if none has. Several nodes of one machine all have loopback addresses."""
-    loopback = [node for node in others if _is_loopback(node.address)]
-    if not loopback or _is_loopback(here):
+    loopback = [node for node in others if is_loopback(node.address)]
+    if not loopback or is_loopback(here):
         return ""
     return (
         f"node {loopback[0].name} joined Ray with its loopback address {loopback[0].address}, which other nodes cannot "
         "reach; start Ray there with `ray start --node-ip-address=ADDRESS`"
     )
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"

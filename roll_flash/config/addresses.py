@@ -1,7 +1,8 @@
-"""Addresses of Ray clusters: `auto`, or `host:port`."""
+"""Addresses: of Ray clusters, `auto` or `host:port`, and of this machine."""
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from typing import Annotated
 
@@ -38,3 +39,12 @@ def _auto_or_host_and_port(address: str) -> str:
 
 
 ClusterAddress = Annotated[str, AfterValidator(_auto_or_host_and_port)]
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

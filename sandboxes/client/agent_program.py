@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from roll_flash.sandboxes.errors import SandboxUnavailable
+from roll_flash.terminal import say
 
 SOURCES = Path(__file__).parents[1] / "agent"
 BUILD_TIMEOUT_S = 300.0
@@ -63,14 +64,20 @@ def _cached_build(processor: str) -> Path:
     sources = hashlib.sha256()
     for source in sorted((*SOURCES.glob("*.c"), *SOURCES.glob("*.h"))):
         sources.update(source.name.encode() + b"\0" + source.read_bytes())
-    root = cache_folder()
-    target = root / f"agent-{processor}-{sources.hexdigest()[:16]}"
-    with open(root / "agent.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            for unfinished in root.glob("agent-*.new"):  # left by a killed compilation: this process holds the lock
-                unfinished.unlink()
-            compile_static(processor, sorted(SOURCES.glob("*.c")), target)
+    try:
+        root = cache_folder()
+        target = root / f"agent-{processor}-{sources.hexdigest()[:16]}"
+        with open(root / "agent.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                for unfinished in root.glob("agent-*.new"):  # left by a killed compilation: this process holds the lock
+                    unfinished.unlink()
+                say(f"compiling {target.name} for sandboxes (usually 10-60 s), once", error=True)
+                compile_static(processor, sorted(SOURCES.glob("*.c")), target)
+    except OSError as error:
+        raise SandboxUnavailable(
+            f"the sandbox agent cannot be kept: {error}; set XDG_CACHE_HOME to a folder that you can write"
+        ) from None
     return target
 
 

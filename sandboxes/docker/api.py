@@ -108,7 +108,7 @@ class EngineApi:
         self.address = address
         self._tls = address.tls()
         self._client = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=address.socket_path, verify=self._tls or True),
+            transport=httpx.AsyncHTTPTransport(uds=address.socket_path, verify=self._tls or True, trust_env=False),
             base_url=address.base_url,
             timeout=httpx.Timeout(REQUEST_TIMEOUT_S, pool=None),
         )

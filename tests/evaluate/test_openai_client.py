@@ -275,6 +275,13 @@ def test_a_connection_that_breaks_off_is_tried_again() -> None:
     assert calls == 2
 
 
+def test_no_proxy_is_asked_for_an_endpoint_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert ask(Script((200, COMPLETION, {})), max_attempts=1).text == "42"
+
+
 def test_a_server_that_is_not_there_is_named() -> None:
     async def chat() -> None:
         client = OpenAIChatClient("http://127.0.0.1:9/v1", "small", max_attempts=2, backoff_s=0.01)

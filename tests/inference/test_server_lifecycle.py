@@ -23,6 +23,7 @@ from roll_flash.inference.servers.control import Launcher
 from roll_flash.inference.servers.process import ServerProcess
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.ports import MIN_PORT
+from roll_flash.processes.ray.guard import RayGuard
 from roll_flash.processes.supervise import GuardedProcess, semaphore_prefix, sweep_semaphores
 
 TREE = """
@@ -188,6 +189,19 @@ def test_semaphores_of_guards_that_are_gone_are_swept_and_others_kept() -> None:
             path.unlink(missing_ok=True)
 
 
+def test_what_ray_had_only_just_started_ends_with_it(tmp_path: Path) -> None:
+    """An agent that still imports has no file open; it would make the removed folder anew."""
+    guard = RayGuard(tmp_path / "rf-ray")
+    command = [sys.executable, "-c", "import time; time.sleep(600)", f"--session-dir={tmp_path}/rf-ray/session"]
+    agent = subprocess.Popen(command)
+    try:
+        guard.stop()
+        assert agent.wait(10) == -signal.SIGKILL
+    finally:
+        agent.kill()
+        agent.wait()
+
+
 def test_the_exit_status_of_a_command_is_told(tmp_path: Path) -> None:
     process = GuardedProcess([sys.executable, "-c", "raise SystemExit(3)"], env=os.environ, log=tmp_path / "log")
     assert wait_until(lambda: process.returncode is not None, 20)
@@ -234,8 +248,15 @@ def test_a_server_that_is_started_again_waits_for_who_has_taken_its_port(tmp_pat
     asyncio.run(start_twice())
 
 
-def test_requests_share_a_connection_until_an_error_after_which_the_server_closes_it(tmp_path: Path) -> None:
-    """As Starlette does: it answers 500, and closes the connection a moment later without having said so."""
+def test_requests_share_a_connection_until_an_error_after_which_the_server_closes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Starlette does: it answers 500, and closes the connection a moment later without having said so. All go
+    straight there, whatever proxies and certificates the environment names."""
+    for name in ("http_proxy", "https_proxy", "all_proxy", "SSL_CERT_FILE"):
+        monkeypatch.setenv(name, "socks5://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
     connections: list[asyncio.StreamWriter] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

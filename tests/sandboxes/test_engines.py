@@ -37,6 +37,7 @@ from roll_flash.sandboxes.docker.api import (
     NEWEST_VERSION,
     OLDEST_VERSION,
     EngineAddress,
+    EngineApi,
     negotiated_version,
 )
 from roll_flash.sandboxes.docker.engines import EngineSet
@@ -264,6 +265,11 @@ def test_an_image_that_one_engine_lacks_is_found_on_the_other(docker: str, engin
             await engines.close()
 
     asyncio.run(use())
+
+
+def test_certificates_for_others_do_not_matter_to_an_engine_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/cert.pem")
+    asyncio.run(EngineApi(EngineAddress(DEFAULT_HOST)).close())
 
 
 def test_engines_of_which_none_answers_are_all_named() -> None:

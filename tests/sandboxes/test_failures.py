@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 import subprocess
+from pathlib import Path
 
 import pytest
 from conftest import need
@@ -19,6 +21,7 @@ from roll_flash.sandboxes import (
     SandboxUnavailable,
     open_sandbox,
 )
+from roll_flash.sandboxes.client import agent_program as agent_module
 from roll_flash.sandboxes.client.agent_program import agent_program
 from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.client.frames import HEADER, MAX_REQUEST, Request
@@ -50,6 +53,18 @@ def test_a_processor_without_an_agent_is_refused_in_one_line_with_what_to_do() -
     with pytest.raises(SandboxUnavailable, match="not on riscv64: name a docker engine") as caught:
         agent_program("riscv64")
     assert "\n" not in str(caught.value)
+
+
+def test_an_agent_that_cannot_be_kept_is_one_line_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (agent_module.SOURCES / f"agent-{platform.machine()}").exists():
+        pytest.skip("the agent is shipped with this installation")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    agent_module._program.cache_clear()
+    with pytest.raises(SandboxUnavailable, match=r"cannot be kept: .*Not a directory.*set XDG_CACHE_HOME"):
+        agent_program()
 
 
 def test_auto_falls_back_to_local_with_one_warning(

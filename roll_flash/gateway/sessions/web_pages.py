@@ -6,12 +6,12 @@ with the content type of a form, or to a loopback address under another name (DN
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from roll_flash.config.addresses import is_loopback
 from roll_flash.gateway.apis.api_error import ApiError
 
 NO_FORM = ("application/json", "application/x-protobuf")
@@ -39,15 +39,6 @@ def local_url(request: web.Request) -> str:
     """Local address of the connection, whatever the Host header says."""
     address, port = _local_address(request)
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _host(url: str) -> str:

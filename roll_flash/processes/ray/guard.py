@@ -3,7 +3,7 @@
 Most Ray processes die with their driver; its agents notice only after minutes. The guard reads a pipe from the driver:
 `done` means that the driver has shut Ray down; end of file without it means that the driver died, and the guard then
 kills every process with an open file in the folder. After `done` it kills only what Ray itself has left there: its
-agents, if its control store had died. In both cases it removes the folder.
+agents, if its control store had died, or if they had only just started. In both cases it removes the folder.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RayGuard:
 
 def main(folder: Path) -> None:
     if sys.stdin.buffer.read() == DONE:
-        _kill({pid for pid in _users_of(folder) if _is_rays(pid)})
+        _kill({pid for pid in _users_of(folder) if _is_rays(pid, folder)})
     else:
         for _ in range(ROUNDS):  # repeated, because a process may be starting another
             _kill(_users_of(folder))
@@ -62,21 +62,33 @@ def _kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _is_rays(pid: int) -> bool:
+def _is_rays(pid: int, folder: Path) -> bool:
+    command = _command(pid)
+    return command.startswith(TITLE) or _names(command, folder)
+
+
+def _command(pid: int) -> bytes:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(TITLE)
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:  # exited meanwhile
-        return False
+        return b""
+
+
+def _names(command: bytes, folder: Path) -> bool:
+    """True for what Ray starts with a folder, as long as it has no title and no file open."""
+    return b"%s/" % os.fsencode(folder) in command
 
 
 def _users_of(folder: Path) -> set[int]:
-    """Processes of this machine with an open file below `folder`."""
+    """Processes of this machine with an open file below `folder`, or a file below it in their command line."""
     found = set()
     prefix = f"{folder}/"
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # exited meanwhile, or another user's
-            if any(os.readlink(file).startswith(prefix) for file in (process / "fd").iterdir()):
-                found.add(int(process.name))
+            pid = int(process.name)
+            has_open = any(os.readlink(file).startswith(prefix) for file in (process / "fd").iterdir())
+            if has_open or _names(_command(pid), folder):
+                found.add(pid)
     return found - {os.getpid()}
 
 
