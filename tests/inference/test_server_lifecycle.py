@@ -190,16 +190,21 @@ def test_semaphores_of_guards_that_are_gone_are_swept_and_others_kept() -> None:
 
 
 def test_what_ray_had_only_just_started_ends_with_it(tmp_path: Path) -> None:
-    """An agent that still imports has no file open; it would make the removed folder anew."""
+    """An agent that still imports has no file open; it would make the removed folder anew. Readers of a log are not
+    Ray's."""
+    program, session = tmp_path / "agent.py", f"{tmp_path}/rf-ray/session"
+    program.write_text("import time; time.sleep(600)")
     guard = RayGuard(tmp_path / "rf-ray")
-    command = [sys.executable, "-c", "import time; time.sleep(600)", f"--session-dir={tmp_path}/rf-ray/session"]
-    agent = subprocess.Popen(command)
+    agent = subprocess.Popen([sys.executable, str(program), f"--session-dir={session}"])
+    reader = subprocess.Popen(["sh", "-c", "read line", "less", f"{session}/logs/agent.log"], stdin=subprocess.PIPE)
     try:
         guard.stop()
         assert agent.wait(10) == -signal.SIGKILL
+        assert reader.poll() is None
     finally:
-        agent.kill()
-        agent.wait()
+        for process in (agent, reader):
+            process.kill()
+            process.communicate()
 
 
 def test_the_exit_status_of_a_command_is_told(tmp_path: Path) -> None:

@@ -180,6 +180,6 @@ class ServerControl(ABC):
             timeout=CONTROL_TIMEOUT_S,
             headers=bearer(self._key),
             limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_S),
-            trust_env=False,  # no proxy leads to this machine, and SSL_CERT_FILE may name a file that is gone
+            trust_env=False,  # servers of a run are asked without a proxy; SSL_CERT_FILE may name a file that is gone
         )
         self._clients.append(self._http)

@@ -21,6 +21,8 @@ from pathlib import Path
 DONE = b"done\n"
 TITLE = b"ray::"
 """Ray names its agents and workers so. The driver and what it started may still have files open in the folder."""
+PROGRAM = b".py\0"
+"""In the command line of an agent that has no title yet: `python -u agent.py --temp-dir=...`."""
 ROUNDS = 20
 ROUND_S = 0.1
 STOP_TIMEOUT_S = 10.0
@@ -63,8 +65,9 @@ def _kill(pids: Iterable[int]) -> None:
 
 
 def _is_rays(pid: int, folder: Path) -> bool:
+    """True for an agent of Ray, also before it has its title: not for what only reads a log below `folder`."""
     command = _command(pid)
-    return command.startswith(TITLE) or _names(command, folder)
+    return command.startswith(TITLE) or (PROGRAM in command and _names(command, folder))
 
 
 def _command(pid: int) -> bytes:
