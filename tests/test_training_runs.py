@@ -91,15 +91,17 @@ def pids(process: subprocess.Popen[str], *commands: str) -> set[int]:
 
 @pytest.fixture(scope="module")
 def life(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One run, interrupted after its first step and resumed for three more, as on a machine without a compiler."""
+    """One run, interrupted after its first step and resumed for three more, on a machine without a compiler, behind a
+    proxy, with somebody's own vLLM servers."""
     runs = tmp_path_factory.mktemp("runs")
     arguments = ["train", "configs/ci.yaml", "name=life", f"runs={runs}", "eval.tasks=4"]
     arguments += ["scheduler.async_ratio=auto", "scheduler.async_ratio_bounds=[0, 1]"]
     letters = {"id": "tests.letter_count:LetterCount-v0", "levels": [{"turns": 1}, {"turns": 2}], "weight": 2}
     counting = {"id": "tests.counting:Counting-v0"}
     arguments += [f"envs={json.dumps([{**env, 'max_turns': 2} for env in (letters, counting)])}"]
-    no_compiler = {"CC": "/no/compiler", "CXX": "/no/compiler"}
-    process = start(*arguments, "steps=400", **no_compiler)
+    proxies = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
+    theirs = {"CC": "/no/compiler", "CXX": "/no/compiler", **proxies, "no_proxy": "", "VLLM_API_KEY": "theirs"}
+    process = start(*arguments, "steps=400", **theirs)
     folder = runs / "life"
     try:
         wait_for_step(folder, 1, process)
@@ -111,7 +113,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     stopped_at = [checkpoint.step for checkpoint in list_checkpoints(folder)]
     last = stopped_at[-1] + 3
     resume = [*arguments, f"steps={last}", "--resume", "--json"]
-    code, resumed = run(*resume, **no_compiler)
+    code, resumed = run(*resume, **theirs)
     return {
         "resume": resume,
         "folder": folder,

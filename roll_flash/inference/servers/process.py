@@ -104,9 +104,10 @@ class ServerProcess(ServerControl):
             self._process = None
 
     def _environment(self, scratch: Path) -> dict[str, str]:
-        """Return our environment, with TMPDIR set to `scratch`, which is removed after the server."""
+        """Return our environment, with TMPDIR set to `scratch`, which is removed after the server. Not with the key of
+        servers of the user: ours have the run's."""
         return {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"},
             "TMPDIR": str(scratch),
             COMPILED_VARIABLE: str(compiled_folder()),
             "HF_HUB_OFFLINE": "1",
