@@ -21,6 +21,10 @@ from roll_flash.sandboxes.owner import Owner, boot_id, short_boot_id
 PREFIX = "roll-flash"
 SHORT_PREFIX = "rf"
 OWNER_FILE = ".owner"
+SHORT_PLACE = "/tmp"
+SOCKET_PATH_BYTES, BELOW_BYTES = 107, 84
+"""Longest path of a socket, and length of the longest below the folder for temporary files, of Ray's object store:
+`/rf-ray-XXXXXXXX/ray/session_DATE_TIME_PID/sockets/plasma_store`."""
 NAME = re.compile(rf"{PREFIX}-(?P<boot>[0-9a-f]{{8}})-(?P<pid>\d+)-(?P<started>\d+)-(?P<kind>[a-z]+)-\w+")
 
 
@@ -45,10 +49,15 @@ def make_scratch_folder(kind: str) -> Path:
 
 
 def make_short_folder(kind: str) -> Path:
-    """Like `make_scratch_folder`, for sockets, whose paths have at most 107 characters."""
-    folder = Path(tempfile.mkdtemp(prefix=f"{SHORT_PREFIX}-{kind}-"))
+    """Like `make_scratch_folder`, for sockets: in /tmp if the path of the folder for temporary files is too long."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{SHORT_PREFIX}-{kind}-", dir=_place_of_sockets()))
     (folder / OWNER_FILE).write_text(str(Owner.current()))
     return folder
+
+
+def _place_of_sockets() -> str:
+    place = tempfile.gettempdir()
+    return place if len(os.fsencode(place)) + BELOW_BYTES <= SOCKET_PATH_BYTES else SHORT_PLACE
 
 
 def own_folders() -> str:
@@ -59,8 +68,8 @@ def own_folders() -> str:
 def scratch_folders() -> list[ScratchFolder]:
     """Return the scratch folders of this user."""
     found = []
-    for prefix in (PREFIX, SHORT_PREFIX):
-        for path in Path(tempfile.gettempdir()).glob(f"{prefix}-*"):
+    for prefix, place in ((PREFIX, tempfile.gettempdir()), (SHORT_PREFIX, _place_of_sockets())):
+        for path in Path(place).glob(f"{prefix}-*"):
             try:
                 status = path.lstat()
                 # Files of other users are never opened: one may be a file without an end.

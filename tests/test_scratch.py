@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from roll_flash.models.prepare import COMPILED_VARIABLE
 from roll_flash.sandboxes import reap
 from roll_flash.sandboxes.scratch import (
     OWNER_FILE,
+    SHORT_PLACE,
+    SOCKET_PATH_BYTES,
     make_scratch_folder,
     make_short_folder,
     scratch_folder,
@@ -31,31 +35,52 @@ with scratch_folder("quest") as quest:
 """
 
 
-def test_what_a_killed_process_leaves_is_reaped_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="s-", dir=SHORT_PLACE) as folder:
+        yield Path(folder)
+
+
+def test_sockets_have_short_paths_wherever_temporary_files_are(
+    tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    below = "ray/session_2026-11-26_19-34-29_123456_4194304/sockets/plasma_store"
+    for place, expected in ((short_path, short_path), (tmp_path / ("long" * 20), Path(SHORT_PLACE))):
+        monkeypatch.setattr(tempfile, "tempdir", str(place))
+        folder = make_short_folder("ray")
+        try:
+            assert folder.parent == expected
+            assert len(f"{folder}/{below}") <= SOCKET_PATH_BYTES
+            assert folder in [found.path for found in scratch_folders()]
+        finally:
+            shutil.rmtree(folder)
+
+
+def test_what_a_killed_process_leaves_is_reaped_and_nothing_else(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(short_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nowhere.sock")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{short_path}/nowhere.sock")
     said = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, check=False, timeout=60)
     left = said.stdout.split()
     assert len(left) == 3, said.stderr
-    (tmp_path / "rf-mine").mkdir()
-    (tmp_path / "roll-flash-notes").mkdir()
+    (short_path / "rf-mine").mkdir()
+    (short_path / "roll-flash-notes").mkdir()
     with scratch_folder("quest") as quest:
         own = {str(quest), str(make_scratch_folder("server")), str(make_short_folder("ray"))}
         assert {entry.name for entry in reap() if entry.kind == "folder"} == set(left)
         assert not any(os.path.exists(folder) for folder in left)
-        assert own <= {str(path) for path in tmp_path.iterdir()}
-    assert (tmp_path / "rf-mine").is_dir()
-    assert (tmp_path / "roll-flash-notes").is_dir()
+        assert own <= {str(path) for path in short_path.iterdir()}
+    assert (short_path / "rf-mine").is_dir()
+    assert (short_path / "roll-flash-notes").is_dir()
 
 
-def test_a_folder_of_another_user_is_not_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_not_looked_into(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may hold whatever fills the memory of who reads it."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "rf-ray-theirs").mkdir()
-    with (tmp_path / "rf-ray-theirs" / OWNER_FILE).open("wb") as file:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    (short_path / "rf-ray-theirs").mkdir()
+    with (short_path / "rf-ray-theirs" / OWNER_FILE).open("wb") as file:
         file.truncate(1 << 43)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert scratch_folders() == []

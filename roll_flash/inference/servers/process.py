@@ -19,7 +19,7 @@ from roll_flash.processes.gpus import environment_of
 from roll_flash.processes.keys import KEY_VARIABLE
 from roll_flash.processes.ports import free_port, require_free_port
 from roll_flash.processes.supervise import GuardedProcess
-from roll_flash.sandboxes.scratch import make_scratch_folder
+from roll_flash.sandboxes.scratch import make_short_folder
 from roll_flash.watchdog.stacks import PART_VARIABLE
 
 PORT_FREED_S = 30.0
@@ -74,7 +74,7 @@ class ServerProcess(ServerControl):
         await self._wait_for_port(PORT_FREED_S if self.starts > 1 else 0.0)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         log_start = self.log.stat().st_size if self.log.exists() else 0
-        scratch = make_scratch_folder("server")
+        scratch = make_short_folder("server")
         self._process = GuardedProcess(
             self._launcher.command(self.index, self._host, self.port),
             env=self._environment(scratch),

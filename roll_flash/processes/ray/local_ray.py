@@ -72,7 +72,12 @@ def _cluster(config: RayConfig, cancelled: threading.Event) -> Iterator[None]:
             yield
         return
     with _new_token():
-        folder = make_short_folder("ray")
+        try:
+            folder = make_short_folder("ray")
+        except OSError as error:
+            raise RunError(
+                f"there is no folder for Ray's sockets: {error}; set TMPDIR to one with a short path"
+            ) from None
         guard = RayGuard(folder)
         try:
             with _without_unused_parts(), _initialised(_local_options(folder, config), config, cancelled):
