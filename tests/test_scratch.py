@@ -14,6 +14,7 @@ import pytest
 
 from roll_flash.models.prepare import COMPILED_VARIABLE
 from roll_flash.sandboxes import reap
+from roll_flash.sandboxes.client import agent_program
 from roll_flash.sandboxes.scratch import (
     OWNER_FILE,
     SHORT_PLACE,
@@ -100,6 +101,17 @@ def test_servers_and_ray_have_folders_with_an_owner(tmp_path: Path, monkeypatch:
         "roll_flash/models/prepare.py",
         *["sandboxes/scratch.py"] * 3,
     ], made
+
+
+def test_models_and_the_sandbox_agent_are_kept_where_the_user_wants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from roll_flash.models import prepare
+
+    for name, root in (("XDG_CACHE_HOME", tmp_path / "roll-flash"), ("ROLL_FLASH_CACHE", tmp_path / "own")):
+        monkeypatch.setenv(name, str(tmp_path if name == "XDG_CACHE_HOME" else root))
+        assert prepare.cache_folder() == root / "models"
+        assert agent_program.cache_folder() == root
 
 
 MAKES_A_RANK = """

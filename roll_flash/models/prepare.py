@@ -1,7 +1,7 @@
 """Resolves a model to a local Hugging Face folder that can be loaded (`resolve_model`).
 
 A folder is checked. A model of a hub is downloaded into the cache of huggingface_hub. A named model, a GGUF file and
-an adapter added to its model are written once to a cache folder (`$ROLL_FLASH_CACHE`, else `~/.cache/roll-flash`).
+an adapter added to its model are written once to a cache folder (`cache_root`).
 `python -m roll_flash.models.prepare NAME` prepares a model and prints its folder.
 """
 
@@ -19,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
+from roll_flash.cache import cache_root
 from roll_flash.errors import ModelError, RollFlashError
 from roll_flash.models import adapter, gguf, hub
 from roll_flash.models import tiny as tiny_model
@@ -113,8 +114,7 @@ def is_model(path_or_name: str) -> bool:
 
 def cache_folder() -> Path:
     """Return the folder that holds prepared models."""
-    root = os.environ.get("ROLL_FLASH_CACHE")
-    return (Path(root).expanduser() if root else Path.home() / ".cache" / "roll-flash") / "models"
+    return cache_root() / "models"
 
 
 def compiled_folder() -> Path:

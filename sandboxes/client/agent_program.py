@@ -18,6 +18,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from roll_flash.cache import cache_root
 from roll_flash.sandboxes.errors import SandboxUnavailable
 from roll_flash.terminal import say
 
@@ -55,7 +56,7 @@ def _program(processor: str) -> bytes:
 
 def cache_folder() -> Path:
     """Return the cache folder of this user, created if missing."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roll-flash"
+    root = cache_root()
     root.mkdir(parents=True, exist_ok=True)
     return root
 
@@ -76,7 +77,7 @@ def _cached_build(processor: str) -> Path:
                 compile_static(processor, sorted(SOURCES.glob("*.c")), target)
     except OSError as error:
         raise SandboxUnavailable(
-            f"the sandbox agent cannot be kept: {error}; set XDG_CACHE_HOME to a folder that you can write"
+            f"the sandbox agent cannot be kept: {error}; set ROLL_FLASH_CACHE to a folder that you can write"
         ) from None
     return target
 

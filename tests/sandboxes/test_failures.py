@@ -61,9 +61,9 @@ def test_an_agent_that_cannot_be_kept_is_one_line_with_what_to_do(
     if (agent_module.SOURCES / f"agent-{platform.machine()}").exists():
         pytest.skip("the agent is shipped with this installation")
     (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("ROLL_FLASH_CACHE", str(tmp_path / "file" / "cache"))
     agent_module._program.cache_clear()
-    with pytest.raises(SandboxUnavailable, match=r"cannot be kept: .*Not a directory.*set XDG_CACHE_HOME"):
+    with pytest.raises(SandboxUnavailable, match=r"cannot be kept: .*Not a directory.*set ROLL_FLASH_CACHE"):
         agent_program()
 
 
