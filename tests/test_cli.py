@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -494,7 +493,8 @@ def test_sandbox_ls_is_a_list_also_where_no_engine_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other tests have folders in the usual one
+    for place in ("tempfile.tempdir", "roll_flash.sandboxes.scratch.SHORT_PLACE"):
+        monkeypatch.setattr(place, str(tmp_path))  # other tests have folders in the usual ones
     assert main(["sandbox", "ls", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert [each for each in listed if each["kind"] != "local"] == []  # of local ones other tests may have some
