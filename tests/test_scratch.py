@@ -108,6 +108,7 @@ def test_models_and_the_sandbox_agent_are_kept_where_the_user_wants(
 ) -> None:
     from roll_flash.models import prepare
 
+    monkeypatch.delenv("ROLL_FLASH_CACHE", raising=False)
     for name, root in (("XDG_CACHE_HOME", tmp_path / "roll-flash"), ("ROLL_FLASH_CACHE", tmp_path / "own")):
         monkeypatch.setenv(name, str(tmp_path if name == "XDG_CACHE_HOME" else root))
         assert prepare.cache_folder() == root / "models"

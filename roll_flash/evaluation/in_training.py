@@ -47,18 +47,14 @@ async def evaluate_version(
     return result, metrics
 
 
-async def recorded_evaluation(
-    config: Config, folder: Path, version: int, *, trained: Collection[str] = ()
-) -> EvalResult | None:
-    """Return the evaluation of a version that an earlier start of the run has made; None if there is none, or one with
+async def recorded_evaluation(config: Config, folder: Path) -> EvalResult | None:
+    """Score again what an earlier start of the run evaluated before its first step; None if there is nothing, or it had
     other settings."""
-    name = f"step_{version}"
+    name = "step_0"
     if not (folder / name).is_dir():
         return None
     try:
-        result = await evaluate_environments(
-            None, config, folder / name, label=lambda _: name, max_concurrent=1, trained=trained
-        )
+        result = await evaluate_environments(None, config, folder / name, label=lambda _: name, max_concurrent=1)
     except ConfigError:
         return None
     was_made = not any("not_run" in each.failures for each in (result, *result.others.values()))

@@ -121,7 +121,7 @@ class System:
 
     async def evaluation_before_training(self) -> EvalResult | None:
         """Return the evaluation of step 0 by an earlier start of the run, if there is one with the same settings."""
-        return await recorded_evaluation(self.config, self.run_dir.eval, 0, trained=self.trained_tasks.hashes)
+        return await recorded_evaluation(self.config, self.run_dir.eval)
 
     def evaluations(self, note: Callable[[str], None]) -> EvaluationsBesideTraining:
         """Evaluations of `eval.every`, which run during training."""

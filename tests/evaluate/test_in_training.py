@@ -163,15 +163,15 @@ def test_the_environments_of_a_run_share_the_budget_of_an_evaluation(tmp_path: P
 
 def test_a_run_that_goes_on_has_the_evaluation_of_its_first_start_if_settings_are_the_same(tmp_path: Path) -> None:
     async def evaluated() -> None:
-        assert await recorded_evaluation(config(), tmp_path, 0) is None
+        assert await recorded_evaluation(config(), tmp_path) is None
         assert not os.listdir(tmp_path)
         made, _ = await evaluate_version(ScriptedRunner(even), config(), tmp_path, 0, max_concurrent=1)
-        found = await recorded_evaluation(config(), tmp_path, 0)
+        found = await recorded_evaluation(config(), tmp_path)
         assert found is not None
         assert (found.success, found.task_hashes) == (made.success, made.task_hashes)
         assert found.others["env_1"].success == made.others["env_1"].success
-        assert await recorded_evaluation(config(tasks=4), tmp_path, 0) is None, "one task was not evaluated"
-        assert await recorded_evaluation(config(temperature=0.5), tmp_path, 0) is None
+        assert await recorded_evaluation(config(tasks=4), tmp_path) is None, "one task was not evaluated"
+        assert await recorded_evaluation(config(temperature=0.5), tmp_path) is None
 
     def even(spec: EpisodeSpec) -> bool:
         return spec.task.seed % 2 == 0
