@@ -58,6 +58,7 @@ PARTS = {
 SETTINGS = (
     "envs=[{id: 'benchmarks.latency_env:MockLatency-v0', max_turns: 2, kwargs: {turns: 2}}]",
     "inference.engine=transformers",
+    "rollout.max_concurrent=12",
     "eval.before_and_after=false",
     "checkpoint.every=100",
     f"monitor.episodes_gib={EPISODES_GIB}",
@@ -200,7 +201,7 @@ def main() -> None:
     if steps < LEAST_STEPS:
         parser.error(f"--steps {steps}: at least {LEAST_STEPS}")
     about = {"benchmark": "long_run", "machine": machine(), "load": os.getloadavg()[0], "steps": steps}
-    report = {**about, "command": f"python benchmarks/long_run.py --steps {steps}"}
+    report = {**about, "command": " ".join(["python benchmarks/long_run.py --steps", str(steps), *words])}
     report |= measure(steps, QUICK_EVERY_S if options.quick else EVERY_S, words)
     if not options.quick:
         (RESULTS / "long_run.json").write_text(json.dumps(report, indent=1) + "\n")
