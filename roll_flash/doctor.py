@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.errors import ConfigError
+from roll_flash.monitor.limits import memory_bytes, usable_cores
 from roll_flash.processes.gpus import (
     CPU_BUILDS,
     MIG,
@@ -318,19 +319,11 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 def check_memory() -> Check:
     total = memory_bytes() / GIB
-    detail = f"{total:.1f} GiB, {os.cpu_count()} CPU cores"
+    detail = f"{total:.1f} GiB, {usable_cores()} CPU cores"
     fix = (
         f"the quickstart wants {MINIMUM_MEMORY_GIB:.0f} GiB; use a smaller model, inference.kv_cache_gib or fewer ranks"
     )
     return _at_least("memory", total, MINIMUM_MEMORY_GIB, detail, fix)
-
-
-def memory_bytes() -> int:
-    """Physical memory, or the memory limit of this control group if lower."""
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit_file = Path("/sys/fs/cgroup/memory.max")
-    limit = limit_file.read_text().strip() if limit_file.is_file() else "max"
-    return min(physical, int(limit)) if limit.isdigit() else physical
 
 
 def check_disk() -> Check:

@@ -283,7 +283,11 @@ TABLE: dict[str, list[Metric]] = {
     ],
     "The machine of the driver": [
         Metric("machine/disk_free_gib", "GiB", "free space of the disk of the run folder"),
-        Metric("machine/memory_available_gib", "GiB", "memory that can be used without swapping"),
+        Metric(
+            "machine/memory_available_gib",
+            "GiB",
+            "memory that is free before the machine swaps or a control group is full",
+        ),
         Metric("machine/episodes_gib", "GiB", "episodes and journal of the run on the disk, compressed or not"),
         Metric("machine/episodes_removed_steps", SO_FAR, "steps whose episodes were removed (`monitor.episodes_gib`)"),
     ],

@@ -23,6 +23,7 @@ from roll_flash.config.tree import Config
 from roll_flash.errors import CheckpointError, ConfigError, RunError
 from roll_flash.monitor.episodes import DROPPED_FILE
 from roll_flash.monitor.json_lines import JsonLinesFile
+from roll_flash.monitor.limits import usable_cores
 from roll_flash.monitor.metrics import keep_steps_until
 from roll_flash.processes.gpus import is_cpu_installation
 from roll_flash.run.checkpoints.checksums import find_damage, has_checksums, write_checksums
@@ -160,7 +161,7 @@ class RunDir:
 
     @cached_property
     def _computing_cores(self) -> int:
-        return len(os.sched_getaffinity(0)) if is_cpu_installation() else 0
+        return usable_cores() if is_cpu_installation() else 0
 
     def checkpoint_folder(self, step: int) -> Path:
         return self.checkpoints_folder / f"step_{step}"

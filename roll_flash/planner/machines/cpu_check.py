@@ -10,9 +10,9 @@ import numpy as np
 from roll_flash.cluster.parts import Kind
 from roll_flash.cluster.plan import Plan
 from roll_flash.config.tree import Config
-from roll_flash.doctor import memory_bytes
 from roll_flash.errors import ModelError, PlacementError
 from roll_flash.models.shape import ModelShape, read_shape
+from roll_flash.monitor.limits import memory_bytes
 from roll_flash.planner.machines.memory import (
     FULL,
     GIB,

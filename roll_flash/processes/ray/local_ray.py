@@ -17,6 +17,7 @@ from typing import Any
 
 from roll_flash.config.tree import RayConfig
 from roll_flash.errors import RunError
+from roll_flash.monitor.limits import usable_cores
 from roll_flash.processes.background import in_thread
 from roll_flash.processes.gpus import CPU_BUILDS, is_cpu_installation, visible_gpus
 from roll_flash.processes.keys import new_key
@@ -128,7 +129,7 @@ def unused_gpus(config: RayConfig) -> str:
 
 
 def _own_cpus(config: RayConfig) -> int:
-    return config.num_cpus or CPUS_PER_CORE * len(os.sched_getaffinity(0))
+    return config.num_cpus or CPUS_PER_CORE * usable_cores()
 
 
 def _local_options(folder: Path, config: RayConfig) -> dict[str, Any]:
