@@ -15,4 +15,5 @@ def import_optional(module: str, *, package: str, needed_by: str, pip_options: s
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == module
         reason = "is not installed" if missing else f"cannot be imported: {error}"
-        raise ConfigError(f"{needed_by}: the package {package} {reason}; pip install {pip_options}{package}") from None
+        quoted = f'"{package}"' if "[" in package else package  # zsh takes brackets for a pattern of file names
+        raise ConfigError(f"{needed_by}: the package {package} {reason}; pip install {pip_options}{quoted}") from None

@@ -39,10 +39,10 @@ def try_rewards(kwargs: Mapping[str, Any], place: str) -> None:
                 work = partial(_score_one, played, answer)
                 value = call_in_time(work, f"reward {name}", REWARD_TIMEOUT_S + START_S)
             except (ConfigError, EnvError) as error:
-                raise ConfigError(f"{error}, for {where}") from None
+                raise ConfigError(f"{error} (tried with {where})") from None
             except (Exception, SystemExit) as error:  # user code may raise anything
                 said = f"{type(error).__name__}: {first_line(error)}"
-                raise ConfigError(f"reward {name} raised {said}, for {where}") from error
+                raise ConfigError(f"reward {name} raised {said} (tried with {where})") from error
             if answer is None and name in NEEDS_AN_ANSWER and value < 1 - TOLERANCE:
                 say(
                     f"reward {name} gives {value:g} to {where}, {kwargs['answer']!r:.60}, with answer_in: "
