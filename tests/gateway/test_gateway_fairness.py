@@ -12,6 +12,9 @@ import httpx
 import pytest
 from conftest import MODEL, Serve, Served
 
+from roll_flash.errors import InferenceError
+from roll_flash.gateway.apis.api_error import ApiError
+from roll_flash.gateway.apis.prompt_text import MAX_MESSAGES
 from roll_flash.gateway.sessions.session import SessionSettings
 from roll_flash.gateway.sessions.work import THREADS, SessionWork, WorkThreads
 from roll_flash.gateway.token_backend import TokenBackend
@@ -35,7 +38,7 @@ WORST: dict[str, dict[str, Any]] = {
     "the arguments of a call": {"messages": called({"x": TEXT}), "tools": [tool()]},
     "a schema of many values": {"messages": HELLO, "tools": [tool(input_schema={"enum": [[]] * 50_000})]},
     "arguments of many values": {"messages": called({"x": [[]] * 50_000}), "tools": [tool()]},
-    "many messages": {"messages": HELLO * 10_000},
+    "many messages": {"messages": [{"role": "user", "content": TEXT[:300]}] * MAX_MESSAGES},
 }
 
 
@@ -171,6 +174,50 @@ def test_a_body_of_more_values_than_anybody_sends_is_413_and_a_deep_one_is_400(s
         assert served.session.trouble is None
 
     serve(work, ["Hello."])
+
+
+COMPARING = """{%- for message in messages %}{% for later in messages[loop.index:] %}
+{%- if later.role == 'assistant' and message.role == 'assistant' %}{% endif %}{% endfor -%}
+<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor -%}
+{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
+"""As that of gpt-oss, which looks for a final answer after each call of a tool."""
+
+
+def test_a_template_that_compares_messages_holds_up_no_other(serve: Serve) -> None:
+    """20,000 messages in each of four sessions took all threads for minutes, and then their own episodes had failed."""
+
+    async def work(served: Served) -> None:
+        assert isinstance(served.gateway.backend, TokenBackend)
+        served.gateway.backend.tokenizer.chat_template = COMPARING
+        called = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+        for message in (HELLO[0], {"role": "assistant", "content": "", "tool_calls": called * 100}):
+            answer = await served.chat([message] * 20_000 if message is HELLO[0] else [message] * 21)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+        assert (await served.chat(HELLO * 200)).status_code == 200
+        assert served.session.trouble is None
+
+    serve(work, ["Hello."], max_length=131_072)
+
+
+def test_work_that_takes_a_session_too_long_is_its_agents_fault_and_waiting_for_a_thread_is_not() -> None:
+    """A request that takes for ever to read was a failure of ours, which saves an episode from its score."""
+
+    async def run() -> None:
+        threads, go = WorkThreads(), threading.Event()
+        busy = [SessionWork(threads, 0.5) for _ in range(THREADS)]
+        try:
+            slow = [asyncio.create_task(each.do(lambda: go.wait(20), 10**6)) for each in busy]
+            await asyncio.sleep(0.1)
+            with pytest.raises(InferenceError, match="no thread"):
+                await SessionWork(threads, 0.2).do(lambda: None, 10**6)
+            for own in slow:
+                with pytest.raises(ApiError, match="to read the request takes more than"):
+                    await own
+        finally:
+            go.set()
+            await threads.close()
+
+    asyncio.run(run())
 
 
 def test_an_agent_that_goes_away_again_and_again_has_one_thread_at_most() -> None:

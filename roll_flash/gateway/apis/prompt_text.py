@@ -29,6 +29,11 @@ To call one, write a JSON object with its name and arguments within <tool_call><
 </tool_call>"""
 
 
+MAX_MESSAGES = 2000
+"""Maximum new messages and tool calls of one request. Some chat templates (gpt-oss) compare each message with all later
+ones: 20,000 of them took minutes, in one of the few threads that all sessions share."""
+
+
 class PromptText:
     """Prompts of one tokenizer. All results are token ids."""
 
@@ -80,6 +85,8 @@ class PromptText:
         return list(call.tools) if call.tools and self.knows_tools else None
 
     def _shown(self, messages: Sequence[Message]) -> list[Message]:
+        if sum(1 + len(message.get("tool_calls") or ()) for message in messages) > MAX_MESSAGES:
+            raise bad_request(f"there are more than {MAX_MESSAGES} new messages and tool calls", "messages")
         shown = [_for_template(message) for message in messages]
         return shown if self.knows_tools else [_in_text(message) for message in shown]
 

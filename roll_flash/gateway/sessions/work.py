@@ -49,7 +49,7 @@ class SessionWork:
         """Run `work` on a text of `characters`. Cancelling does not stop a running thread, but delays new work until
         its end.
 
-        Raises ApiError if the session's own earlier work takes too long, InferenceError if other sessions' work does.
+        Raises ApiError if the session's own work takes too long, InferenceError if other sessions' work does.
         """
         await self._acquire_turn()
         try:
@@ -72,11 +72,20 @@ class SessionWork:
     async def _do_in_thread(self, work: Callable[[], T]) -> T:
         if self._in_thread is not None:
             await asyncio.wait([self._in_thread])
-        future = self._threads.submit(work)
+        has_begun = False
+
+        def begin() -> T:
+            nonlocal has_begun
+            has_begun = True
+            return work()
+
+        future = self._threads.submit(begin)
         self._in_thread = future
         future.add_done_callback(_retrieve)
         await asyncio.wait([future], timeout=self._timeout_s)
         if not future.done():
+            if has_begun:  # the agent's own doing: as a failure of ours it would save an episode from its score
+                raise ApiError(413, "request_too_large", f"to read the request takes more than {self._timeout_s:g} s")
             raise InferenceError(f"the gateway had no thread for a request for {self._timeout_s:g} s")
         return future.result()
 
