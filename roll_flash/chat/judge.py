@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from roll_flash.chat.model_text import cut_middle, without_special_tokens
-from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
+from roll_flash.chat.openai_client import EndpointRefusedError, OpenAIChatClient, api_key_from
 from roll_flash.errors import EnvError, InferenceError
 from roll_flash.types import Message, SamplingParams
 
+LEAST_SHOWN = 500
+"""Characters of an answer below which a judge's context that is exceeded is not the answer's fault."""
 _SCORE = re.compile(r"<score>\s*+(-?[0-9]++(?:\.[0-9]++)?)\s*+</score>", re.IGNORECASE)
 _SCORE_TAG = re.compile(r"<\s*+/?\s*+score[^<>]*+>", re.IGNORECASE)
 _INSTRUCTIONS = (
@@ -30,7 +32,7 @@ class Judge:
 
     `api_key_env` names the environment variable with the key. At most `max_concurrent` requests are in flight. A reply
     without a score is retried, up to `attempts` attempts in all. An answer longer than `answer_characters` is cut to
-    head and tail, because a request that exceeds the judge's context would give no sample.
+    head and tail, and to half of that as often as the judge's context is exceeded, which would give no sample.
     """
 
     def __init__(
@@ -63,21 +65,27 @@ class Judge:
 
     async def score(self, *, question: str, answer: str, reference: str | None = None) -> float:
         """Return the quality of the answer, 0 to 1. Raises EnvError if no attempt gave a score."""
-        messages = self.messages(question, answer, reference)
-        said = ""
-        for _ in range(self._attempts):
-            said = await self._ask(messages)
+        shown, attempts, said = min(self._answer_characters, len(answer)), self._attempts, ""
+        while attempts:
+            answered = await self._ask(self.messages(question, answer, reference, shown), is_last=shown < LEAST_SHOWN)
+            if answered is None:
+                shown //= 2
+                continue
+            said = answered
             if (value := self._read(said)) is not None:
                 return value
+            attempts -= 1
         raise EnvError(f"judge {self._model}: no <score> from 0 to {self._best} in {said[-120:]!r}")
 
-    def messages(self, question: str, answer: str, reference: str | None) -> list[Message]:
+    def messages(self, question: str, answer: str, reference: str | None, most: int | None = None) -> list[Message]:
         """Return the prompt for the judge. An answer can neither close its own tag or message nor forge a score.
+        `most`: maximum characters of the answer; None: `answer_characters`.
 
         The tags have a mark: see `mark_of`.
         """
         mark = mark_of(question, answer)
-        parts = {"question": question, "reference": reference, "answer": cut_middle(answer, self._answer_characters)}
+        cut = cut_middle(answer, self._answer_characters if most is None else most)
+        parts = {"question": question, "reference": reference, "answer": cut}
         shown = [
             f"<{name}-{mark}>\n{without_special_tokens(_SCORE_TAG.sub('(score)', text))}\n</{name}-{mark}>"
             for name, text in parts.items()
@@ -91,12 +99,15 @@ class Judge:
         if client is not None:
             await client.close()
 
-    async def _ask(self, messages: Sequence[Message]) -> str:
+    async def _ask(self, messages: Sequence[Message], *, is_last: bool) -> str | None:
+        """Return the judge's reply. None if the messages exceed its context and this `is_last` is not."""
         try:
             reply = await self._client().chat(messages, self._sampling, timeout_s=self._timeout_s)
         except TimeoutError:
             raise EnvError(f"judge {self._model}: no answer after {self._timeout_s:g} s") from None
         except InferenceError as error:
+            if isinstance(error, EndpointRefusedError) and error.is_too_long and not is_last:
+                return None
             raise EnvError(f"judge {self._model}: {error}") from None
         return reply.text
 

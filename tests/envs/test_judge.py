@@ -12,8 +12,11 @@ from aiohttp import web
 from roll_flash.chat.judge import Judge
 from roll_flash.errors import ConfigError, EnvError
 
+TOO_LONG = 413
+"""Reply of an endpoint whose context is exceeded."""
 
-def judged(replies: Sequence[str | int], **options: Any) -> tuple[float, list[dict[str, Any]]]:
+
+def judged(replies: Sequence[str | int], answer: str = "four", **options: Any) -> tuple[float, list[dict[str, Any]]]:
     """The score, and the requests that the endpoint saw. A reply that is a number is an HTTP status."""
     seen: list[dict[str, Any]] = []
     left = list(replies)
@@ -22,7 +25,8 @@ def judged(replies: Sequence[str | int], **options: Any) -> tuple[float, list[di
         seen.append({**await request.json(), "key": request.headers.get("Authorization")})
         reply = left.pop(0)
         if isinstance(reply, int):
-            return web.json_response({"error": {"message": "no"}}, status=reply)
+            said = "This model's maximum context length is 8192 tokens" if reply == TOO_LONG else "no"
+            return web.json_response({"error": {"message": said}}, status=reply)
         return web.json_response({"choices": [{"message": {"content": reply}, "finish_reason": "stop"}]})
 
     async def run() -> float:
@@ -35,7 +39,7 @@ def judged(replies: Sequence[str | int], **options: Any) -> tuple[float, list[di
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         judge = Judge(f"http://127.0.0.1:{port}/v1", "grader", timeout_s=20, **options)
         try:
-            return await judge.score(question="2+2?", answer="four", reference="4")
+            return await judge.score(question="2+2?", answer=answer, reference="4")
         finally:
             await judge.close()
             await runner.cleanup()
@@ -87,7 +91,15 @@ def test_a_reply_without_a_score_is_asked_for_again() -> None:
     assert (value, len(requests)) == (1.0, 2)
 
 
-@pytest.mark.parametrize("replies", [["what?", "<score>99</score>"], [400], [401]])
+def test_an_answer_of_characters_that_are_many_tokens_each_cannot_avoid_its_score() -> None:
+    """20,000 characters of cuneiform are 80,000 tokens: the judge's context was exceeded, which gave no sample."""
+    value, requests = judged([TOO_LONG, TOO_LONG, "what?", "<score>0</score>"], answer="\U00012000" * 30_000)
+    assert value == 0.0
+    shown = [request["messages"][1]["content"].count("\U00012000") for request in requests]
+    assert shown == [20_000, 10_000, 5_000, 5_000]
+
+
+@pytest.mark.parametrize("replies", [["what?", "<score>99</score>"], [400], [401], [TOO_LONG]])
 def test_no_score_fails_the_episode_and_is_never_zero(replies: list[str | int]) -> None:
     with pytest.raises(EnvError, match="judge grader"):
         judged(replies)
