@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from agent_run import agent_episode
+from aiohttp import web
 
 from roll_flash.envs.check.checks import check_environment
 from roll_flash.envs.registration import make_env
@@ -80,6 +81,31 @@ def test_a_game_that_is_not_over_in_time_earns_nothing() -> None:
     env = make_env("TextArenaDuel-v0", opponent=takes_the_first_free, seat=0, max_turns=1)
     _, earned, info = play(env, "[8]", seed=3)
     assert (earned, info["reason"]) == (0.0, "not over")
+
+
+def test_a_seat_that_fills_the_opponents_context_has_not_avoided_its_score() -> None:
+    """An opponent at an endpoint whose context is exceeded: the episode failed, so a losing seat could write on."""
+
+    async def full(_: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "maximum context length is 4096 tokens"}}, status=400)
+
+    async def run() -> tuple[Any, ...]:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", full)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        opponent = {"url": f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "model": "other"}
+        env: Any = make_env("TextArenaDuel-v0", opponent=opponent, seat=0)
+        try:
+            await env.reset(seed=3)
+            return tuple(await env.step("[8]"))
+        finally:
+            await env.close()
+            await runner.cleanup()
+
+    _, earned, terminated, truncated, info = asyncio.run(run())
+    assert (earned, terminated, truncated, info["reason"]) == (0.0, False, True, "not over")
 
 
 def test_wrong_arguments_and_opponents_that_cannot_play_are_one_line() -> None:

@@ -92,8 +92,12 @@ class TextArenaDuel(Env):
             raise EnvError("TextArenaDuel-v0: opponent=self is played by a run's gateway; here, give another opponent")
         await self._move(action)
         assert self._opponent is not None, "reset() comes first"
-        await self._await_turn(self._opponent.move)
-        if not self._is_over and self._turns < self._max_turns:
+        is_cut_off = self._turns >= self._max_turns
+        try:
+            await self._await_turn(self._opponent.move)
+        except EndpointRefusedError:  # a seat that loses could fill the opponent's context: that would be no sample
+            is_cut_off = True
+        if not self._is_over and not is_cut_off:
             return self._add_new_messages()[-1:], 0.0, False, False, {}
         reward, info = await self.conclude()
         return "", reward, self._is_over, not self._is_over, info

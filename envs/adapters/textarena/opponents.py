@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll_flash.chat.model_text import without_thinking
-from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
+from roll_flash.chat.openai_client import EndpointRefusedError, OpenAIChatClient, api_key_from
 from roll_flash.config.user_code import load_function
 from roll_flash.errors import ConfigError, EnvError, InferenceError
 from roll_flash.processes.background import call_sync_or_async
@@ -94,6 +94,8 @@ def _asked_model(
         except TimeoutError:
             raise EnvError(f"opponent at {client.url}: no answer after {timeout_s:g} s") from None
         except InferenceError as error:
+            if isinstance(error, EndpointRefusedError) and error.is_too_long:  # the caller ends the game
+                raise
             raise EnvError(f"opponent: {error}") from None
         return without_thinking(reply.text)
 
