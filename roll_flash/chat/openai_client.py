@@ -60,6 +60,11 @@ class ChatReply:
     """Format of the endpoint: `{"id", "type": "function", "function": {"name", "arguments": JSON text}}`."""
 
 
+def says_too_long(status: int | None, said: str) -> bool:
+    """Return True for an endpoint's error of a conversation that does not fit the model's context."""
+    return status in (400, 413, 422) and any(words in said.lower() for words in CONTEXT_ERROR_TEXTS)
+
+
 class EndpointRefusedError(InferenceError):
     """The endpoint answered `status`, a permanent error."""
 
@@ -71,7 +76,7 @@ class EndpointRefusedError(InferenceError):
     @property
     def is_too_long(self) -> bool:
         """True if the conversation does not fit the model's context."""
-        return self.status in (400, 413, 422) and any(words in self.said.lower() for words in CONTEXT_ERROR_TEXTS)
+        return says_too_long(self.status, self.said)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ ROOT = Path(__file__).parents[2]
 SUMS = '''
 import asyncio
 
+import httpx
+import openai
 import verifiers as vf
 from datasets import Dataset
 
@@ -40,6 +42,10 @@ def load_environment(kind="single", fault=""):
     def right(completion, answer):
         if fault == "reward":
             raise ConnectionError("the judge is down")
+        if fault == "judge":  # as verifiers' JudgeRubric raises for each error of its endpoint
+            answer = httpx.Response(int(completion[-1]["content"]), request=httpx.Request("POST", "http://judge"))
+            said = "This model's maximum context length is 4096 tokens."
+            raise RuntimeError("Judge model API error") from openai.APIStatusError(said, response=answer, body=None)
         return float(completion[-1]["content"].strip() == answer)
 
     async def short(completion, **kwargs):
@@ -199,6 +205,7 @@ def test_their_own_rollout_with_the_same_answers_earns_the_same(sums: str) -> No
     ("args", "actions", "reason"),
     [
         ({"fault": "reward"}, ["3"], "right raised ConnectionError: the judge is down"),
+        ({"fault": "judge"}, ["500"], "right raised RuntimeError: Judge model API error"),
         ({"kind": "multi", "fault": "step"}, ["5"], "env_response: InfraError: their machine is gone"),
     ],
 )
@@ -224,6 +231,12 @@ def test_an_answer_that_a_reward_function_cannot_read_is_worth_nothing(sums: str
     assert (earned, info["success"]) == (0.0, False)
     assert trouble in info["score_error"]
     assert play(Verifiers(sums, {"kind": "reads"}), "3.0")[1] == 1.0
+
+
+def test_an_answer_that_exceeds_the_context_of_a_judge_is_worth_nothing(sums: str) -> None:
+    _, _, info = play(Verifiers(sums, {"fault": "judge"}), "400")
+    assert (info["rewards"]["right"], info["success"]) == (0.0, False)
+    assert "Judge model API error" in info["score_error"]
 
 
 CALL = '<tool_call>{"name": "halves", "arguments": {"number": %d}}</tool_call>'

@@ -21,6 +21,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from roll_flash.chat.openai_client import says_too_long
+
 logger = logging.getLogger("roll_flash.envs")
 
 
@@ -75,13 +77,16 @@ def record_faults(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_caused_by_text(error: BaseException | None) -> bool:
-    """Return True if the model's text caused the error, and nothing else in its chain did, such as a connection."""
-    tool_error = getattr(importlib.import_module("verifiers"), "ToolError", AssertionError)  # 0.4 has none
+    """Return True if the model's text caused the error, and nothing else in its chain did, such as a connection. An
+    answer that exceeds the context of a judge is one that the judge cannot read."""
+    chain = []
     while error is not None:
-        if isinstance(error, OSError) or not isinstance(error, (*_TEXT_ERRORS, tool_error)):
-            return False
+        chain.append(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return True
+    if any(says_too_long(getattr(each, "status_code", None), str(each)) for each in chain):
+        return True
+    tool_error = getattr(importlib.import_module("verifiers"), "ToolError", AssertionError)  # 0.4 has none
+    return all(isinstance(each, (*_TEXT_ERRORS, tool_error)) and not isinstance(each, OSError) for each in chain)
 
 
 _warned: set[str] = set()
