@@ -38,7 +38,7 @@ WORST: dict[str, dict[str, Any]] = {
     "the arguments of a call": {"messages": called({"x": TEXT}), "tools": [tool()]},
     "a schema of many values": {"messages": HELLO, "tools": [tool(input_schema={"enum": [[]] * 50_000})]},
     "arguments of many values": {"messages": called({"x": [[]] * 50_000}), "tools": [tool()]},
-    "many messages": {"messages": [{"role": "user", "content": TEXT[:300]}] * MAX_MESSAGES},
+    "many messages": {"messages": [{"role": "user", "content": TEXT[:600]}] * MAX_MESSAGES},
 }
 
 

@@ -29,7 +29,7 @@ To call one, write a JSON object with its name and arguments within <tool_call><
 </tool_call>"""
 
 
-MAX_MESSAGES = 2000
+MAX_MESSAGES = 1000
 """Maximum new messages and tool calls of one request. Some chat templates (gpt-oss) compare each message with all later
 ones: 20,000 of them took minutes, in one of the few threads that all sessions share."""
 
