@@ -660,7 +660,10 @@ def test_entries_that_contradict_themselves_are_refused(entry: Mapping[str, Any]
         ("mine.py:raises", "raised KeyError: 'no' .tried with the right answer of .*my.jsonl, line 1"),
         ("mine.py:says", "returned '1.0'; it must return a finite number or a bool"),
         ("mine.py:wants", "nothing gives its argument 'colour'"),
-        ("mine.py:only_right", "returned None; it must return a finite number or a bool .tried with 'I do not know.' at"),
+        (
+            "mine.py:only_right",
+            "returned None; it must return a finite number or a bool .tried with 'I do not know.' at",
+        ),
         ("mine.py:only_numbers", "raised ValueError: .* .tried with 'I do not know.' at .*my.jsonl, line 1"),
     ],
 )
