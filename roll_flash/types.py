@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any, Literal
 
 import numpy as np
@@ -52,6 +53,14 @@ class SamplingParams:
     end_ids: tuple[int, ...] = ()
     """Tokens that end a turn, beside those that the files of the model name; the token itself is kept."""
     seed: int | None = None
+
+    def with_own_seed(self, number: int) -> SamplingParams:
+        """Return the parameters of the attempt, role or request `number` of several. With one seed for all of them a
+        server would draw the same random numbers each time; neighbouring seeds would be those of another evaluation."""
+        if self.seed is None:
+            return self
+        digest = blake2b(f"{self.seed},{number}".encode(), digest_size=4).digest()
+        return replace(self, seed=int.from_bytes(digest) >> 1)
 
 
 @dataclass(frozen=True)  # without slots: with both it would be pickled field by field in Python, one for each episode

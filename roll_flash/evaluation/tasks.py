@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.tree import EnvConfig
@@ -47,7 +46,7 @@ def build_episodes(
                     group_id=group,
                     replica=attempt,
                     task=task,
-                    sampling=_own_seed(sampling, index * eval.attempts + attempt),
+                    sampling=sampling.with_own_seed(index).with_own_seed(attempt),
                     max_turns=env.max_turns,
                 )
             )
@@ -62,7 +61,3 @@ def _distinct_slug(task: str) -> str:
 
 def _slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._@-]+", "-", text)
-
-
-def _own_seed(sampling: SamplingParams, number: int) -> SamplingParams:
-    return sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + number)

@@ -48,7 +48,7 @@ class EndpointBackend:
     async def complete(self, call: ModelCall, session: Session, number: int) -> tuple[Reply, list[CallRecord]]:
         started_s = session.history.clock.now_s()
         place = session.history.find(call)
-        request = _request_body(self._client.model, call, session)
+        request = _request_body(self._client.model, call, session, number)
         try:
             body = await self._client.complete(request, timeout_s=session.timeout_s)
         except EndpointRefusedError as error:
@@ -84,7 +84,7 @@ class EndpointBackend:
         raise unsupported("count_tokens", "the endpoint behind this gateway reports no tokens")
 
 
-def _request_body(model: str, call: ModelCall, session: Session) -> dict[str, Any]:
+def _request_body(model: str, call: ModelCall, session: Session, number: int) -> dict[str, Any]:
     wanted, ruled = call.requested, session.settings.sampling
     body: dict[str, Any] = {**call.extra, "model": model, "messages": list(call.messages)}
     if call.tools:
@@ -95,7 +95,7 @@ def _request_body(model: str, call: ModelCall, session: Session) -> dict[str, An
         "temperature": ruled.temperature if ruled else wanted.temperature,
         "top_p": (ruled.top_p if ruled.top_p != 1 else None) if ruled else wanted.top_p,
         "top_k": (ruled.top_k or None) if ruled else wanted.top_k,
-        "seed": ruled.seed if ruled else wanted.seed,
+        "seed": ruled.with_own_seed(number).seed if ruled else wanted.seed,
         "max_tokens": min(limits, default=None),
         "stop": [*(ruled.stop if ruled else ()), *wanted.stop] or None,
         "n": call.n if call.n > 1 else None,

@@ -53,7 +53,7 @@ class TokenBackend:
         if room < 1:
             session.context_was_full = True
             raise context_length_exceeded(self.max_length, len(prompt))
-        sampling = chat_template_of(self.tokenizer).ends_turns(session.sampling(call, room))
+        sampling = chat_template_of(self.tokenizer).ends_turns(session.sampling(call, room, number))
         if sampling.top_p <= 0:  # servers reject it, which would look like a server failure
             raise bad_request("top_p must be more than 0; for the likeliest token ask for temperature 0", "top_p")
         known = place.parent.known_experts() if place.parent is not None else 0

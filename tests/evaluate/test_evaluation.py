@@ -55,6 +55,16 @@ def test_tasks_are_held_out_seeds_and_ids_depend_on_seed_and_attempt_only() -> N
     assert len({spec.sampling.seed for spec in specs}) == len({spec.episode_id for spec in specs}) == 6
 
 
+def test_evaluations_with_neighbouring_seeds_share_no_attempt() -> None:
+    """Else two evaluations with 8 attempts and the seeds 0 and 1 were the same but for one attempt at each task."""
+    settings = EvalConfig(tasks=20, attempts=8, seeds_from=1000)
+    seeds = [
+        {each.sampling.seed for each in episodes_of(settings, SamplingParams(seed=seed), "test")} for seed in (0, 1)
+    ]
+    assert [len(each) for each in seeds] == [160, 160]
+    assert not seeds[0] & seeds[1]
+
+
 def test_the_figures_are_those_of_the_script() -> None:
     result = run(ScriptedRunner(every_second_attempt))
     assert result.scored == 8

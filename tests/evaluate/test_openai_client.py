@@ -339,22 +339,26 @@ def test_a_key_is_read_from_the_environment_and_a_missing_one_is_an_error(monkey
 
 
 def test_tokens_are_known_of_every_turn_and_of_an_attempt_that_failed() -> None:
-    spec = EpisodeSpec("e:1:0", "e:1", 0, Task("TextFrozenLake-v0:1", "TextFrozenLake-v0", 1), SamplingParams(), 3)
+    sampling = SamplingParams(seed=0)
+    spec = EpisodeSpec("e:1:0", "e:1", 0, Task("TextFrozenLake-v0:1", "TextFrozenLake-v0", 1), sampling, 3)
+    seeds: list[int] = []
 
     async def play(*responses: tuple[int, Any, dict[str, str]]) -> Trajectory | EpisodeFailure:
         with ThreadPoolExecutor(1) as executor:
-            async with serving(Script(*responses)) as url:
+            async with serving(script := Script(*responses)) as url:
                 client = OpenAIChatClient(url, "small")
                 policy = ChatPolicy(client, spec.sampling)
                 opened = functools.partial(EnvironmentMaker(executor).open, spec.task)
                 try:
                     return await run_episode(spec, opened, policy, Deadlines(10, 10, 30), Progress())
                 finally:
+                    seeds.extend(body["seed"] for body in script.bodies)
                     await client.close()
 
     whole = asyncio.run(play((200, COMPLETION, {})))
     assert isinstance(whole, Trajectory)
     assert [(turn.prompt_tokens, turn.completion_tokens) for turn in whole.turns] == [(7, 2)] * len(whole.turns)
+    assert len(seeds) == len(set(seeds)) == 3, "with one seed each turn draws the same random numbers"
     record = episode_record(whole)
     assert (record["prompt_tokens"], record["completion_tokens"]) == (7 * len(whole.turns), 2 * len(whole.turns))
     failed = asyncio.run(play((200, COMPLETION, {}), (400, "no", {})))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from roll_flash.scheduling.tasks import make_task
 from roll_flash.stream import finished_episode
 from roll_flash.system.start_checks import NO_ROLES_IN_GIGPO
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Trajectory
+from tests.inference.stand_in_server import StandInServer, well
 
 ROLES = ("buyer", "seller")
 
@@ -70,6 +72,19 @@ def test_each_role_is_a_sample_with_its_own_turns_and_reward() -> None:
     assert outcome.info["roles"] == {"buyer": 0.25, "seller": -4.0}
     assert (outcome.info["answers"], outcome.info["gateway"]["calls"]) == (3, 3)
     assert finished_episode(outcome).role_rewards == {"buyer": 0.25, "seller": -4.0}
+
+
+def test_no_two_calls_of_an_episode_draw_the_same_random_numbers() -> None:
+    """Two seats of a game with the same seed would make the same moves."""
+    seeds: list[int] = []
+
+    async def noting(server: StandInServer, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        seeds.append(request["sampling_params"]["seed"])
+        await well(server, request, writer)
+
+    task = make_task("Bargain-v0", 0, {"asks": (3, 3)})
+    play(EpisodeSpec("b", "g", 0, task, SamplingParams(max_new_tokens=6, seed=0), 8), handler=noting)
+    assert len(seeds) == len(set(seeds)) == 6
 
 
 def test_a_role_that_never_spoke_has_no_sample() -> None:

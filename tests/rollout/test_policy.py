@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from roll_flash.engines.inference import Generation
 from roll_flash.envs.hosting.environments import EnvironmentMaker
+from roll_flash.inference.transformers.model import Request, TransformersModel
 from roll_flash.learner.packing.sequences import PlannedTrajectory
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.background import DaemonThreads
@@ -65,6 +66,38 @@ def test_a_trajectory_ends_with_the_last_token_that_the_model_wrote(tokenizer: A
                 await policy.act(1.0)
 
     asyncio.run(play())
+
+
+class SampledClient:
+    """Samples as a server of `inference.engine=transformers`."""
+
+    def __init__(self) -> None:
+        self._model = TransformersModel(str(resolve_model("tiny")))
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, **_: Any) -> Generation:
+        request = Request(list(token_ids), {"seed": sampling.seed, "max_tokens": 1}, self._model)
+        request.step("0")
+        token = np.array(request.choice()["token_ids"], np.int32)
+        return Generation(token, np.zeros(1, np.float32), np.zeros(1, np.int32), "length", "", 0.0)
+
+
+def test_turns_of_an_evaluation_draw_random_numbers_of_their_own(tokenizer: Any) -> None:
+    """A model of 128 tokens that are all nearly as likely wrote the same first token in 59 % of its later turns: a
+    player who guesses would have one guess, whatever its turns."""
+    client: Any = SampledClient()
+
+    async def first_tokens(seed: int) -> list[int]:
+        policy = TokenPolicy(client, tokenizer, SamplingParams(seed=seed), episode_id="e", max_length=256)
+        policy.begin([{"role": "user", "content": "guess"}])
+        for _ in range(3):
+            await policy.act(10.0)
+            policy.observe([{"role": "user", "content": "wrong"}])
+        (arrays,) = policy.samples()
+        return [int(token) for token in arrays.token_ids[arrays.policy_mask]]
+
+    found = [asyncio.run(first_tokens(seed)) for seed in range(20)]
+    assert sum(later == first for first, *others in found for later in others) < 6  # of 40, with 0.3 expected
+    assert asyncio.run(first_tokens(3)) == found[3], "an evaluation repeats exactly"
 
 
 class ThinkingClient:

@@ -136,15 +136,15 @@ class Session:
         self.ended = True
         await cancel_and_wait(self._in_flight)
 
-    def sampling(self, call: ModelCall, room: int) -> SamplingParams:
-        """Sampling parameters of one call; `room`: tokens left in the context."""
+    def sampling(self, call: ModelCall, room: int, number: int) -> SamplingParams:
+        """Sampling parameters of the call `number`; `room`: tokens left in the context."""
         wanted, ruled = call.requested, self.settings.sampling
         if ruled is None:
             sampling = as_requested(wanted)
             return replace(sampling, max_new_tokens=min(room, sampling.max_new_tokens))
         most = min(room, ruled.max_new_tokens, wanted.max_tokens or room)
         stop = (*ruled.stop, *(text for text in wanted.stop if text not in ruled.stop))
-        return replace(ruled, max_new_tokens=most, stop=stop)
+        return replace(ruled.with_own_seed(number), max_new_tokens=most, stop=stop)
 
 
 def as_requested(wanted: RequestedSampling) -> SamplingParams:

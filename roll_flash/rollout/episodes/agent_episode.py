@@ -38,12 +38,20 @@ class AgentEpisodes:
     ) -> Trajectory:
         """Play one episode. Raises EpisodeFailed. Cancelling ends the session and its requests."""
         gateway = await self._started(deadlines)
-        settings = SessionSettings(spec.sampling, spec.max_turns, spec.group_id if self._pins_groups else None)
-        ids = {role: f"{spec.episode_id}-{role}" if place else spec.episode_id for place, role in enumerate(env.roles)}
-        recorded = {role: gateway.open_session(settings, session_id) for role, session_id in ids.items()}
+        routed_as = spec.group_id if self._pins_groups else None
+        settings = SessionSettings(spec.sampling, spec.max_turns, routed_as)
+        recorded = {
+            role: gateway.open_session(
+                replace(settings, sampling=spec.sampling.with_own_seed(place)),
+                f"{spec.episode_id}-{role}" if place else spec.episode_id,
+            )
+            for place, role in enumerate(env.roles)
+        }
         sessions = list(recorded.values())
         if getattr(env.unwrapped, "needs_unrecorded_calls", False):
-            sessions.append(gateway.open_session(replace(settings, max_calls=None), f"{spec.episode_id}-unrecorded"))
+            own = spec.sampling.with_own_seed(len(recorded))
+            aside = replace(settings, sampling=own, max_calls=None)
+            sessions.append(gateway.open_session(aside, f"{spec.episode_id}-unrecorded"))
         try:
             return await self._play(spec, env, deadlines, progress, gateway, recorded, sessions)
         except EpisodeFailed:

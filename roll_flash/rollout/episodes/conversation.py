@@ -91,7 +91,7 @@ class TokenPolicy:
         prompt = self._conversation.token_ids
         generation = self.turns.recorded(prompt) if self.turns is not None else None
         if generation is None:
-            wanted = chat_template_of(self.tokenizer).ends_turns(self.sampling)
+            wanted = chat_template_of(self.tokenizer).ends_turns(self.sampling.with_own_seed(self._turn))
             generation = await self.client.generate(
                 prompt,
                 replace(wanted, max_new_tokens=min(room, wanted.max_new_tokens)),
@@ -157,6 +157,7 @@ class ChatPolicy:
     def __init__(self, client: OpenAIChatClient, sampling: SamplingParams) -> None:
         self._client = client
         self._sampling = sampling
+        self._turn = 0
         self._messages: list[Message] = []
 
     def begin(self, messages: Sequence[Message], tools: Tools = None) -> None:
@@ -180,6 +181,7 @@ class ChatPolicy:
             if error.is_too_long:  # caused by the model, as with our own servers: the episode is scored
                 raise ContextFullError(str(error)) from None
             raise
+        self._turn += 1
         self._calls = reply.tool_calls
         self._messages.append(
             {"role": "assistant", "content": reply.text} | ({"tool_calls": list(self._calls)} if self._calls else {})
@@ -197,16 +199,17 @@ class ChatPolicy:
     async def _ask(self, timeout_s: float) -> ChatReply:
         from roll_flash.chat.openai_client import EndpointRefusedError
 
+        sampling = self._sampling.with_own_seed(self._turn)
         try:
             messages = list(map(_sendable, self._messages))
-            return await self._client.chat(messages, self._sampling, timeout_s=timeout_s, tools=self._declared)
+            return await self._client.chat(messages, sampling, timeout_s=timeout_s, tools=self._declared)
         except EndpointRefusedError as error:
             begun = len(self._messages) > len(self._opening)
             if not self._declared or begun or error.is_too_long or error.status not in MAY_MEAN_TOOLS:
                 raise
             refused = str(error)
         self._declared, self._messages = None, self._described.opening(self._opening)
-        reply = await self._client.chat(self._messages, self._sampling, timeout_s=timeout_s)
+        reply = await self._client.chat(self._messages, sampling, timeout_s=timeout_s)
         if self._client.takes_tools:
             logger.warning("tools are described in the prompt, as the endpoint does not take them: %s", refused)
             self._client.takes_tools = False
