@@ -194,7 +194,7 @@ OURS = [
         "",
         "textworld",
         _textworld,
-        "SmolLM2-135M, one seed, 100 held-out games, beside other work",
+        "SmolLM2-135M, one seed, 100 held-out games, beside other work; one random seed for all turns of a game",
     ),
     Claim(
         "two servers against one",
