@@ -43,6 +43,8 @@ LEAST_STEPS = 54
 """The last three quarters have two for each part."""
 T_95 = 2.101
 """Student's t for 95 % and PARTS_OF_STEPS - 2 degrees of freedom."""
+CLOSING_S = 120.0
+"""Maximum seconds until an interrupted run has written its checkpoint and closed."""
 STEP_TIMEOUT_S = 900.0
 """Maximum seconds until the next step; a start takes a minute."""
 EPISODES_GIB = 1 / 16
@@ -136,6 +138,7 @@ def measure(steps: int, every_s: float, words: Sequence[str]) -> dict[str, Any]:
                 seen = list(watch(run, folder / "metrics.jsonl", every_s))
             finally:
                 run.terminate()
+                run.wait(CLOSING_S)  # its folder is removed next
         if run.returncode:
             sys.exit(f"the run ended with exit code {run.returncode} after {seen[-1][0] if seen else 0} steps")
         verify = [sys.executable, "-m", "roll_flash", "verify", str(folder)]
