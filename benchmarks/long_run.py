@@ -72,14 +72,15 @@ def part_of(command: str) -> str:
 
 
 def look(process: psutil.Process) -> dict[str, float]:
-    """Return what the processes of a run have now. Memory is their proportional share (PSS)."""
+    """Return what the processes of a run have now. Memory is that of no file, each page shared out over its processes:
+    pages of libraries count for less while processes outside of the run have them too."""
     found: dict[str, float] = defaultdict(float)
     for each in [process, *process.children(recursive=True)]:
         try:
-            memory = next(
+            memory = sum(
                 int(line.split()[1])
                 for line in Path(f"/proc/{each.pid}/smaps_rollup").read_text().splitlines()
-                if line.startswith("Pss:")
+                if line.startswith(("Pss_Anon:", "Pss_Shmem:"))
             )
             command, descriptors, threads = " ".join(each.cmdline()), each.num_fds(), each.num_threads()
         except (psutil.Error, OSError):  # it has just ended
