@@ -184,7 +184,8 @@ def test_with_strip_each_turn_is_served_and_trained_as_the_template_renders_it(
             text = tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=True)
             assert prompt == tokenizer.encode(text, add_special_tokens=False)
             for message in shown[:-1]:
-                if thought := message.get("reasoning_content"):
+                thought = message.get("reasoning_content", "")
+                if len(thought) > 3:  # a shorter one may be part of another word
                     thoughts += 1
                     assert thought not in tokenizer.decode(prompt)
     assert thoughts >= 3, "the model did not think, so nothing was left out"

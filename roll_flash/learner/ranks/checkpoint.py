@@ -13,9 +13,10 @@ import json
 import pickle
 from collections.abc import Collection
 from concurrent.futures import Future
+from enum import Enum, EnumMeta
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -158,8 +159,17 @@ _KNOWN = {
 }
 
 
+def _member(kind: Any, name: str) -> Enum:
+    """Return a member of an Enum. Python 3.11 before 3.11.4 pickles one as a call of `getattr`."""
+    if isinstance(kind, EnumMeta) and name in kind.__members__:
+        return cast(Enum, kind.__members__[name])
+    raise pickle.UnpicklingError(f"it names {name!r} of {kind!r}, which has no place in a checkpoint")
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) in _KNOWN or is_dtype:
             return super().find_class(module, name)
