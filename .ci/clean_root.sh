@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The README's set-up as a new user has it: a clean Debian with python3, make and git, nothing else, and a fresh clone.
 # Finds a system package that a maintainer's machine has and a user's has not: a short run trains there with vLLM and
-# Docker, and Debian's own Python runs tests that need neither engine nor model.
+# Docker, and Debian's own Python runs tests that need neither engine nor servers, one of them a learner that resumes.
 # Runs in a container of the machine's engine, with this machine's settings of pip and apt; about 10 minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

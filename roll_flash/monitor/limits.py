@@ -21,7 +21,7 @@ def memory_bytes() -> int:
 
 def available_memory_bytes() -> int:
     """Return what can be used without swapping, or before the first limit is reached."""
-    return min([int(psutil.virtual_memory().available), *(limit - used for limit, used in _memory_limits())])
+    return min([int(psutil.virtual_memory().available), *(max(0, limit - used) for limit, used in _memory_limits())])
 
 
 def usable_cores() -> int:

@@ -160,7 +160,7 @@ _KNOWN = {
 
 
 def _member(kind: Any, name: str) -> Enum:
-    """Return a member of an Enum. Python 3.11 before 3.11.4 pickles one as a call of `getattr`."""
+    """Return a member of an Enum. Python 3.11.2 pickles one as a call of `getattr`."""
     if isinstance(kind, EnumMeta) and name in kind.__members__:
         return cast(Enum, kind.__members__[name])
     raise pickle.UnpicklingError(f"it names {name!r} of {kind!r}, which has no place in a checkpoint")
