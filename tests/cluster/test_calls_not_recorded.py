@@ -40,6 +40,6 @@ def recorded_calls(**environment: str) -> int:
 
 
 def test_ray_keeps_no_record_of_each_call() -> None:
-    """Its control process grew by 120 MB per 1,000 steps: up to 100,000 calls are kept, which nobody reads."""
+    """Its control process grew by 120 MB per 1,000 steps."""
     assert recorded_calls() == 0
     assert recorded_calls(RAY_task_events_report_interval_ms="500") >= 20, "this test could not fail"

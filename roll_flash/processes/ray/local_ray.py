@@ -46,7 +46,7 @@ async def local_ray(config: RayConfig) -> AsyncIterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # the learner must not yield to the servers
-    # Nobody reads what Ray keeps of each call: 120 MB per 1,000 steps, up to 100,000 calls.
+    # Nobody reads what Ray keeps of each call: 120 MB per 1,000 steps of the tiny model.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     import ray
 
