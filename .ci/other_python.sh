@@ -9,7 +9,7 @@ trap 'rm -rf "$folder"' EXIT
 "$1" -m venv "$folder/venv"
 "$folder/venv/bin/pip" install --quiet --disable-pip-version-check --no-input --no-compile \
     -c requirements/cpu.txt -c requirements/dev.txt \
-    aiohttp docstring-parser gymnasium httpx jinja2 msgspec numpy pydantic pyyaml rich typer setuptools wheel \
+    aiohttp docstring-parser gymnasium httpx jinja2 msgspec numpy psutil pydantic pyyaml rich typer setuptools wheel \
     hypothesis pytest pytest-timeout 2>&1 | grep -v "^WARNING: Location" || true
 git archive HEAD | tar -x -C "$folder"
 cd "$folder"
