@@ -21,10 +21,11 @@ from roll_flash.processes.supervise import guard_of_semaphore
 from roll_flash.sandboxes import SandboxError, list_sandboxes
 from roll_flash.sandboxes.owner import Owner
 
-GRACE_S = 8.0
-"""Containers remove themselves after their controller ends, and Ray's processes take a moment to go."""
+GRACE_S = 30.0
+"""Containers remove themselves after their controller ends, one after the other in a busy engine, and Ray's processes
+take a moment to go."""
 POLL_S = 0.25
-ENGINE_ATTEMPTS = 4
+ENGINE_ATTEMPTS, ENGINE_PAUSE_S = 4, 8.0
 SHM = Path("/dev/shm")
 LISTENING = "0A"
 
@@ -85,7 +86,7 @@ def _containers() -> dict[str, str]:
             return {entry.name: entry.owner for entry in list_sandboxes() if entry.kind == "container"}
         except SandboxError as error:
             print(f"the Docker engine is asked again: {error}", file=sys.stderr)
-            time.sleep(GRACE_S)
+            time.sleep(ENGINE_PAUSE_S)
     return {entry.name: entry.owner for entry in list_sandboxes() if entry.kind == "container"}
 
 
