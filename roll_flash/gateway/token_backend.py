@@ -120,7 +120,7 @@ class TokenBackend:
         self, prompt: list[int], sampling: SamplingParams, n: int, session: Session, number: int, known_experts: int
     ) -> list[Generation]:
         async def one(index: int) -> Generation:
-            own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index)
+            own = sampling.with_own_seed(index) if index else sampling
             name = f"{session.session_id}-{number}" + (f"-{index}" if index else "")
             async with session.generating:
                 return await self.client.generate(

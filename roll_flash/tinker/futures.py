@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from roll_flash.errors import RollFlashError
@@ -46,7 +46,7 @@ class Futures:
     def knows(self, name: str) -> bool:
         return name in self._open or name in self._done
 
-    def start(self, name: str, work: Coroutine[Any, Any, Result]) -> None:
+    def start(self, name: str, work: Callable[[], Coroutine[Any, Any, Result]]) -> None:
         """Begin `work`, whose name must be new."""
         self.started += 1
         self._open[name] = asyncio.create_task(self._outcome(name, work), name=f"tinker {name}")
@@ -63,15 +63,16 @@ class Futures:
         raise ApiError(410, "future_not_found", f"no request {name[:200]!r} is known: its result was given up, or lost")
 
     async def cancel(self, prefix: str) -> None:
-        """Cancel the work whose name begins like this."""
-        await cancel_and_wait([task for name, task in self._open.items() if name.startswith(prefix)])
+        """Cancel the work whose name begins like this, also where it has not begun."""
+        names = [name for name in self._open if name.startswith(prefix)]
+        await cancel_and_wait([self._open[name] for name in names])
+        for name in names:
+            if self._open.pop(name, None) is not None:  # it did not end before
+                self._keep(name, _failure("it was cancelled, because its session has ended", "user"))
 
-    async def _outcome(self, name: str, work: Coroutine[Any, Any, Result]) -> Result:
+    async def _outcome(self, name: str, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         try:
-            result = await work
-        except asyncio.CancelledError:
-            result = _failure("it was cancelled, because its session has ended", "user")
-            raise
+            result = await work()
         except ApiError as error:
             result = _failure(error.message, "user")
         except TimeoutError:
@@ -81,9 +82,8 @@ class Futures:
         except Exception as error:  # a bug of ours; the client still gets an answer
             _log.exception("%s", name)
             result = _failure(f"{type(error).__name__}: {error}", "server")
-        finally:
-            self._open.pop(name, None)
-            self._keep(name, result)
+        self._open.pop(name, None)
+        self._keep(name, result)
         return result
 
     def _keep(self, name: str, result: Result) -> None:

@@ -154,7 +154,7 @@ class TinkerRoutes:
         """Begin work, unless it is that of a request which is sent again."""
         if not self.futures.knows(name):
             self.futures.require_room()
-            self.futures.start(name, work())
+            self.futures.start(name, work)
         return {"request_id": name, **more}
 
     async def _retrieve(self, request: web.Request) -> web.Response:
@@ -247,16 +247,20 @@ class TinkerRoutes:
     ) -> Answer:
         model_id = f"{session.session_id}:train:{whole(body, 'model_seq_id', 0)}"
         name = f"{model_id}:0"
+        answer = {"request_id": name, "model_id": model_id}
+        if self.futures.knows(name):
+            return answer
         busy = next((each for each in self._sessions.values() if each.model is not None), None)
-        if busy is not None and not self.futures.knows(name):
+        if busy is not None:
             raise bad_request(
                 f"session {busy.session_id} trains a model, and one is trained at a time; it ends with "
                 f"ServiceClient.close(), or {SILENT_S:g} s after its client is gone"
             )
+        self.futures.require_room()
+        # Here, not when the work begins: another request may come between.
+        model = session.model = TrainedModel(model_id, self._servers, self._folder, lora, seed)
 
         async def opened() -> Answer:
-            model = TrainedModel(model_id, self._servers, self._folder, lora, seed)
-            session.model = model
             try:
                 return await model.open(checkpoint, with_optimizer=with_optimizer)
             except BaseException:
@@ -264,7 +268,8 @@ class TinkerRoutes:
                 await model.close()
                 raise
 
-        return self._begin(name, opened, model_id=model_id)
+        self.futures.start(name, opened)
+        return answer
 
     def _model(self, model_id: Any) -> TrainedModel:
         session_id = str(model_id).partition(":")[0]

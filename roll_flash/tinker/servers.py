@@ -10,7 +10,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class Servers:
         timeout_s = self.config.rollout.generate_timeout_s
 
         async def one(index: int) -> Generation:
-            own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index)
+            own = sampling.with_own_seed(index) if index else sampling
             return await self.client.generate(prompt, own, request_id=f"{name}-{index}", timeout_s=timeout_s)
 
         generations = await gather_or_cancel(*(one(index) for index in range(count)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import pytest
 
@@ -28,7 +29,7 @@ async def answer(result: Result) -> Result:
 
 def test_a_result_can_be_fetched_again_as_an_answer_may_be_lost() -> None:
     async def scenario(futures: Futures) -> None:
-        futures.start("a", answer(b"1"))
+        futures.start("a", lambda: answer(b"1"))
         assert futures.knows("a")
         assert [await futures.wait("a", 5) for _ in range(2)] == [b"1", b"1"]
         with pytest.raises(ApiError, match="no request 'b' is known"):
@@ -45,7 +46,7 @@ def test_a_wait_has_a_deadline_and_leaves_the_work_alone() -> None:
             await go.wait()
             return b"late"
 
-        futures.start("a", late())
+        futures.start("a", late)
         assert await futures.wait("a", 0.01) is None
         go.set()
         assert await futures.wait("a", 5) == b"late"
@@ -59,7 +60,7 @@ def test_more_work_than_is_allowed_is_refused_until_some_is_done(monkeypatch: py
     async def scenario(futures: Futures) -> None:
         for name in ("a", "b"):
             futures.require_room()
-            futures.start(name, answer(b""))
+            futures.start(name, lambda: answer(b""))
         with pytest.raises(ApiError) as refused:
             futures.require_room()
         assert refused.value.status == 429
@@ -75,7 +76,7 @@ def test_results_beyond_the_bytes_that_are_kept_are_given_up_and_counted(monkeyp
 
     async def scenario(futures: Futures) -> None:
         for name, fetch in (("read", True), ("unread", False), ("new", False), ("newest", False)):
-            futures.start(name, answer(b"12345"))
+            futures.start(name, lambda: answer(b"12345"))
             if fetch:
                 await futures.wait(name, 5)
             await asyncio.sleep(0.01)
@@ -97,7 +98,7 @@ def test_a_failure_is_an_answer_with_its_line() -> None:
             "bug": (KeyError("x"), "KeyError", "server"),
         }
         for name, (error, words, category) in cases.items():
-            futures.start(name, fails(error))
+            futures.start(name, partial(fails, error))
             found = await futures.wait(name, 5)
             assert isinstance(found, dict)
             assert words in found["error"]
@@ -113,9 +114,10 @@ def test_the_work_of_a_session_ends_with_it_and_no_other() -> None:
             await asyncio.Event().wait()
             return b""
 
-        for name in ("one:1", "one:2", "other:1"):
-            futures.start(name, forever())
+        for name in ("one:1", "other:1"):
+            futures.start(name, forever)
         await asyncio.sleep(0)
+        futures.start("one:2", forever)  # cancelled before it begins
         await futures.cancel("one:")
         assert [await futures.wait(name, 0.01) is None for name in ("one:1", "one:2", "other:1")] == [
             False,
@@ -123,5 +125,6 @@ def test_the_work_of_a_session_ends_with_it_and_no_other() -> None:
             True,
         ]
         await futures.cancel("other:")
+        assert futures.failed == 3
 
     run(scenario)

@@ -68,6 +68,9 @@ def test_samples_of_one_request_have_seeds_of_their_own_and_only_the_scores_that
 
     there = servers(SimpleNamespace(generate=generate))
     content = asyncio.run(there.sample("name", [5, 6, 7], 2, SamplingParams(seed=4), scores=1))
-    assert sorted(asked) == [("name-0", 4), ("name-1", 5)]
+    asyncio.run(there.sample("next", [5, 6, 7], 2, SamplingParams(seed=5), scores=0))
+    assert [name for name, _ in sorted(asked)] == ["name-0", "name-1", "next-0", "next-1"]
+    assert asked[0] == ("name-0", 4)
+    assert len({seed for _, seed in asked}) == 4, "a request with the next seed draws other samples"
     scores = np.array([np.nan, np.nan, -2], np.float32)
     assert scores.tobytes() in content
