@@ -188,7 +188,7 @@ PAPERS = {
 }
 OURS = [
     Claim("the quickstart learns on two cores", "", "quickstart", _learned, "SmolLM2-135M, five seeds"),
-    Claim("a jsonl of one's own, by YAML alone", "", "own_data", _learned, "SmolLM2-135M, beside other work"),
+    Claim("a jsonl of one's own, by YAML alone", "", "own_data", _learned, "SmolLM2-135M, three seeds"),
     Claim(
         "TextWorld Commonsense, one thing to put away",
         "",
