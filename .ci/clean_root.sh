@@ -66,7 +66,7 @@ in_the_clean_root() {
 set -eu
 git clone --quiet /source /root/checkout
 cd /root/checkout
-make setup engine image model
+make setup engine image model .venv-docs/installed
 .venv/bin/roll-flash doctor
 .venv/bin/roll-flash doctor --json >/root/doctor.json
 .venv/bin/python - <<'CHECK'
