@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from heapq import heapreplace
 from math import ceil
 from typing import Any
 
@@ -245,10 +246,11 @@ def equal_bins(units: Sequence[_Pending], max_tokens: int) -> list[list[_Pending
 
 
 def _spread_evenly(longest_first: Iterable[_Pending], count: int) -> list[list[_Pending]]:
+    """Put each unit into the emptiest bin, of equal ones the first."""
     bins: list[list[_Pending]] = [[] for _ in range(count)]
-    tokens = [0] * count
+    emptiest = [(0, index) for index in range(count)]
     for unit in longest_first:
-        index = tokens.index(min(tokens))
+        tokens, index = emptiest[0]
         bins[index].append(unit)
-        tokens[index] += unit.tokens
+        heapreplace(emptiest, (tokens + unit.tokens, index))
     return [bin for bin in bins if bin]
