@@ -179,7 +179,7 @@ PAPERS = {
             "rows per second against TransferQueue",
             "",
             "stream",
-            _stream("rows into 2 ranks against"),
+            _stream("rows fetched by 2 processes"),
             "TransferQueue 0.1.11, the same rows and processes",
         ),
         Claim("whole system against the best baseline, 256 NPUs", "1.59x", "", _none, "no accelerator was at hand"),
