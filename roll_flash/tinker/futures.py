@@ -49,7 +49,8 @@ class Futures:
     def start(self, name: str, work: Callable[[], Coroutine[Any, Any, Result]]) -> None:
         """Begin `work`, whose name must be new."""
         self.started += 1
-        self._open[name] = asyncio.create_task(self._outcome(name, work), name=f"tinker {name}")
+        task = self._open[name] = asyncio.create_task(self._outcome(name, work), name=f"tinker {name}")
+        task.add_done_callback(lambda _: self._give_up(name))
 
     async def wait(self, name: str, timeout_s: float) -> Result | None:
         """Return the result; None if it does not come within `timeout_s`. Raises ApiError if there is no such work."""
@@ -63,12 +64,13 @@ class Futures:
         raise ApiError(410, "future_not_found", f"no request {name[:200]!r} is known: its result was given up, or lost")
 
     async def cancel(self, prefix: str) -> None:
-        """Cancel the work whose name begins like this, also where it has not begun."""
-        names = [name for name in self._open if name.startswith(prefix)]
-        await cancel_and_wait([self._open[name] for name in names])
-        for name in names:
-            if self._open.pop(name, None) is not None:  # it did not end before
-                self._keep(name, _failure("it was cancelled, because its session has ended", "user"))
+        """Cancel the work whose name begins like this."""
+        await cancel_and_wait([task for name, task in self._open.items() if name.startswith(prefix)])
+
+    def _give_up(self, name: str) -> None:
+        """Give an answer for work that was cancelled, perhaps before it began, and so left none."""
+        if self._open.pop(name, None) is not None:
+            self._keep(name, _failure("it was cancelled, because its session has ended", "user"))
 
     async def _outcome(self, name: str, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         try:

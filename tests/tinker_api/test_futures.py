@@ -127,4 +127,10 @@ def test_the_work_of_a_session_ends_with_it_and_no_other() -> None:
         await futures.cancel("other:")
         assert futures.failed == 3
 
+        async def cancelled() -> Result:
+            raise asyncio.CancelledError
+
+        futures.start("inside", cancelled)  # by what it waited for
+        assert isinstance(await futures.wait("inside", 5), dict)
+
     run(scenario)
