@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs alone what failed in the last pytest session of this folder: bash .ci/alone.sh PYTHON
+# Runs alone what failed in the last pytest session of this folder, or was running when a process of pytest-xdist ended:
+# bash .ci/alone.sh PYTHON
 # A test that fails beside others and passes alone is a defect, mostly of the test. It is named (FLAKY) and must be mended,
 # but does not hide whether the rest holds. More than two failures, a failure again, or something that the session left
 # behind, and this fails too.
@@ -13,8 +14,8 @@ fi
 mapfile -t failed < <("$python" -c '
 import json
 from pathlib import Path
-file = Path(".pytest_cache/v/cache/lastfailed")
-print("\n".join(json.loads(file.read_text())) if file.exists() else "")' | grep .)
+files = (Path(".pytest_cache/v") / name for name in ("cache/lastfailed", "roll_flash/crashes"))
+print("\n".join({test: 0 for file in files if file.exists() for test in json.loads(file.read_text())}))' | grep .)
 if [ "${#failed[@]}" = 0 ] || [ "${#failed[@]}" -gt 2 ]; then
     echo "${#failed[@]} tests failed; none is run again" >&2
     exit 1

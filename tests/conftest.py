@@ -8,13 +8,15 @@ servers.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import shutil
 import signal
 from collections.abc import Generator, Iterator
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import hypothesis
 import pytest
@@ -29,6 +31,9 @@ LONGEST_ROOMS = (
 )
 """Those whose runs need the cores, mixed with those that mostly wait for sandboxes and deadlines."""
 SESSION = pytest.StashKey[Session]()
+STACKS = pytest.StashKey[TextIO]()
+CRASHES = "roll_flash/crashes"
+"""Key of pytest's cache: tests during which a process of pytest-xdist ended, for `.ci/alone.sh`."""
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts its background jobs like that, and what they start inherits it: Ctrl-C would do nothing.
@@ -140,9 +145,32 @@ def is_xdist_worker(config: pytest.Config) -> bool:
     return hasattr(config, "workerinput")
 
 
+def stacks_of(config: pytest.Config, worker: str) -> Path:
+    return Path(config.cache.mkdir("stacks")) / worker  # type: ignore[union-attr]
+
+
+@pytest.hookimpl(trylast=True)  # after pytest's own plug-in, which has stacks go to the standard error of all
 def pytest_configure(config: pytest.Config) -> None:
+    cached = getattr(config, "cache", None) is not None  # not with `-p no:cacheprovider`
     if not is_xdist_worker(config):
         config.stash[SESSION] = Session.begin(os.environ)  # type: ignore[arg-type]
+        if cached:
+            config.cache.set(CRASHES, {})  # type: ignore[union-attr]
+    elif cached:
+        stacks = config.stash[STACKS] = stacks_of(config, config.workerinput["workerid"]).open("w")  # type: ignore[attr-defined]
+        faulthandler.enable(stacks)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, report: Any) -> None:
+    """Say how a process of pytest-xdist ended in the middle of a test. Another one runs the test again; if it passes
+    there, only what is noted here tells `.ci/alone.sh` of it."""
+    worker = report.node
+    status = worker.gateway._io.popen.wait(timeout=30)
+    report.longrepr += f": {signal.Signals(-status).name if status < 0 else f'exit status {status}'}"
+    if getattr(worker.config, "cache", None) is not None:
+        report.longrepr += "\n" + stacks_of(worker.config, worker.gateway.id).read_text()
+        worker.config.cache.set(CRASHES, worker.config.cache.get(CRASHES, {}) | {crashitem: True})
 
 
 @pytest.hookimpl(trylast=True)

@@ -189,6 +189,18 @@ def test_in_a_run_the_agent_cannot_change_how_is_sampled_but_may_ask_for_less(se
     serve(work, ["Hello."], settings=SessionSettings(ruled))
 
 
+def test_several_answers_of_one_request_share_no_seed_with_a_request_of_the_next_seed(serve: Serve) -> None:
+    async def work(served: Served) -> None:
+        messages = [{"role": "user", "content": "Hi"}]
+        await served.chat(messages, seed=7, n=3)
+        await served.chat(messages, seed=8, n=3)
+        seeds = [sampling.seed for sampling in served.client.sampling]
+        assert seeds[0] == 7, "one answer is what it would be alone"
+        assert len(set(seeds)) == 6
+
+    serve(work, ["Hello."])
+
+
 def test_a_template_without_tools_has_them_described_and_results_shown(serve: Serve) -> None:
     async def work(served: Served) -> None:
         messages: list[Any] = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "2 + 3?"}]
