@@ -280,7 +280,8 @@ def test_diagnostics_tell_mismatch_from_policy_lag(tiny_model: Path) -> None:
 
 
 def test_an_exported_model_names_the_token_that_ends_its_turns(tiny_model: Path, tmp_path: Path) -> None:
-    """The files of a base model name the end of a document: whoever serves the export would go on after its turns."""
+    """The files of a base model name the end of a document: whoever serves the export would go on after its turns. The
+    folder of the model may be gone by then: somebody has cleaned a cache."""
     base = shutil.copytree(tiny_model, tmp_path / "base")
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_special_tokens({"additional_special_tokens": [chr(2)]})
@@ -288,6 +289,7 @@ def test_an_exported_model_names_the_token_that_ends_its_turns(tiny_model: Path,
     tokenizer.save_pretrained(base)
 
     async def use(learner: FsdpLearner) -> None:
+        shutil.rmtree(base)
         await (await learner.begin_export(tmp_path / "hf"))
 
     in_process(base, use)

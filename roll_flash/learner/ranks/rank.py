@@ -191,6 +191,8 @@ class LearnerRank:
                 compile_layers(model)
         reference = self._load_reference(forms)
         self._shares = policy.shares_prefixes and (reference is None or reference.shares_prefixes)
+        if self._rank == 0:  # now, since the folder may be gone when the first model is written
+            tokenizer = self._writer.submit(AutoTokenizer.from_pretrained, self._folder)
         self._objective = Objective(self._config, self._policy, reference, self._critic)
         once_a_step = self._config.gradient_sync == "step"
         self._sync = GradientSync(self._trained_models, once_a_step=once_a_step, ranks=ranks)
@@ -199,6 +201,7 @@ class LearnerRank:
             self._average = self._open_average()
         self._stage = self._open_stage()
         if self._rank == 0:
+            self._tokenizer = tokenizer.result()
             self._stage.reserve()
         if self._on_gpu:
             _LOG.info("%s", self._check_longest_row(GpuMemory(self._device)))
@@ -462,10 +465,9 @@ class LearnerRank:
             self._writing[folder] = self._writer.submit(self._write_model, folder, tensors)
 
     def _write_model(self, folder: Path, tensors: dict[str, Tensor]) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(self._folder)
-        _name_end_of_turn(self._policy.model, tokenizer)
+        _name_end_of_turn(self._policy.model, self._tokenizer)
         self._policy.model.save_pretrained(folder, state_dict=tensors)
-        tokenizer.save_pretrained(folder)
+        self._tokenizer.save_pretrained(folder)
 
     def close(self) -> None:
         self._writer.shutdown(cancel_futures=True)
