@@ -133,11 +133,12 @@ def _role_metrics(trajectories: Sequence[FinishedEpisode]) -> dict[str, float]:
 
 
 def _teacher_metrics(trajectories: Sequence[FinishedEpisode]) -> dict[str, float]:
-    found = [each.teacher_log_ratios for each in trajectories if each.teacher_log_ratios is not None]
-    if not sum(map(len, found)):
+    found = [each for each in trajectories if each.teacher_log_ratios is not None]
+    tokens = sum(each.trained_tokens for each in found)
+    if not tokens:
         return {}
-    log_ratios = np.concatenate(found).astype(np.float64)
-    return {
-        "distill/reverse_kl": -float(log_ratios.mean()),
-        "distill/limited_fraction": float((np.abs(log_ratios) >= MAX_TEACHER_LOG_RATIO).mean()),
+    log_ratios = np.concatenate([each.teacher_log_ratios for each in found]).astype(np.float64)
+    return {  # the others have 0
+        "distill/reverse_kl": -float(log_ratios.sum()) / tokens,
+        "distill/limited_fraction": float((np.abs(log_ratios) >= MAX_TEACHER_LOG_RATIO).sum()) / tokens,
     }

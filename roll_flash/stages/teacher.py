@@ -26,7 +26,7 @@ from roll_flash.stages.hints import hinted_tokens
 from roll_flash.stages.same_tokenizer import check_endpoint
 from roll_flash.stream import Consumer, Row, Stage, TrajectoryStream
 from roll_flash.stream.blocks import fetch_trajectories
-from roll_flash.stream.episodes import NO_LOGPROB
+from roll_flash.stream.episodes import NO_LOGPROB, trained_mask
 from roll_flash.types import MAX_TEACHER_LOG_RATIO, Branch, Trajectory
 
 MAX_ATTEMPTS = 3
@@ -84,7 +84,8 @@ class Teacher:
             log({"stage": TEACHER, "episode_id": row.row_id, "error": str(error)})
             stream.drop([row], "teacher_too_long")
             return [{}]
-        log({"stage": TEACHER, "episode_id": row.row_id, "reverse_kl": -float(found.sum()) / max(1, found.size)})
+        tokens = sum(int(trained_mask(sample).sum()) for sample in trajectory.samples)  # the others have 0
+        log({"stage": TEACHER, "episode_id": row.row_id, "reverse_kl": -float(found.sum()) / max(1, tokens)})
         return [{TEACHER: found}]
 
     async def _of_sample(self, sample: Trajectory | Branch, trajectory: Trajectory) -> NDArray[np.float32]:

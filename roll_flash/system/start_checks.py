@@ -95,6 +95,7 @@ def _check_learner(config: Config, folder: Path | None) -> None:
     """Check what a learner needs of the config and of the model, without data."""
     check_learner(config)
     _check_own_functions(config.learner)
+    _check_equal_rewards(config)
     if folder is not None:
         why_no_replay(config, folder)
         if config.learner.router_aux_loss and not has_experts(folder):
@@ -133,6 +134,20 @@ def _check_own_functions(config: LearnerConfig) -> None:
                 check(load_function(name, key))
             except ValueError as error:
                 raise ConfigError(f"{key} {name}: {error}") from None
+
+
+def _check_equal_rewards(config: Config) -> None:
+    """Raises ConfigError if groups are dropped from which the user's advantage function learns."""
+    advantage = config.learner.advantage
+    if not (config.scheduler.drop_groups_without_signal and is_own(advantage)):
+        return
+    from roll_flash.learner.losses.own import advantages_of_equal_rewards  # takes seconds: it imports torch
+
+    if advantages_of_equal_rewards(load_function(advantage, "learner.advantage")):
+        raise ConfigError(
+            "scheduler.drop_groups_without_signal drops groups of equal rewards, from which "
+            f"learner.advantage={advantage} learns too; set it to false"
+        )
 
 
 def _check_prompts(config: Config, folder: Path, levels: Sequence[Sequence[Task]]) -> None:

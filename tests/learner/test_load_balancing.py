@@ -16,7 +16,7 @@ from benchmarks.model_check.check import one_thread
 from benchmarks.model_check.comparison import branching_texts
 from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.errors import ModelError
-from roll_flash.learner.losses.objective import Objective, load_balancing_loss
+from roll_flash.learner.losses.objective import Objective, load_balancing_losses
 from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
 from roll_flash.learner.packing.rows import TrainSequence, pack
 
@@ -78,7 +78,8 @@ def test_it_is_that_of_transformers_whether_texts_share_a_row_or_not(
     for row in pack(texts(), max_tokens):
         policy(row)
         assert policy.router_logits is not None
-        loss = load_balancing_loss(policy.router_logits, row, policy.experts_per_token)
+        losses = load_balancing_losses(policy.router_logits, row, policy.experts_per_token)
+        loss = (losses * torch.tensor(np.bincount(row.sequence_ids, row.token_weights, len(losses)))).sum()
         loss.backward()
         total += loss.item()
     assert total == pytest.approx(expected, rel=1e-5)
@@ -99,8 +100,11 @@ def test_it_is_added_to_the_loss_with_its_weight(folder: Path) -> None:
     without, means = loss_with(0.0)
     assert "router_aux_loss" not in means
     whole, means = loss_with(0.5)
-    tokens = float(row.token_weights.sum())
-    assert whole - without == pytest.approx(0.5 * means["router_aux_loss"] * tokens, rel=1e-4)
+    expected, _ = of_transformers(policy, texts())
+    assert whole - without == pytest.approx(0.5 * expected, rel=1e-4)
+    even, _ = of_transformers(policy, [replace(text, token_weight=1.0) for text in texts()])
+    tokens = sum(int(text.policy_mask.sum()) for text in texts())
+    assert means["router_aux_loss"] == pytest.approx(even / tokens, rel=1e-4), "the same however rows are split"
     assert 2.0 <= means["router_aux_loss"] < 4.0, "2 if all experts are used alike, 4 if the same two always"
 
 

@@ -16,7 +16,7 @@ from roll_flash.config.tree import load_config
 from roll_flash.dashboard.fates import _rules
 from roll_flash.errors import ConfigError, LearnerError
 from roll_flash.learner.losses.policy import LOSSES, PolicyTokens, TokenLoss, policy_loss
-from roll_flash.system.start_checks import _check_own_functions
+from roll_flash.system.start_checks import _check_equal_rewards, _check_own_functions
 from roll_flash.testing import check_advantage, check_loss
 from tests.docs.pages import blocks_of
 from tests.learner.in_process import assert_equal_weights
@@ -72,6 +72,19 @@ def test_figures_of_a_loss_are_metrics(tiny_model: Path, mine: Path) -> None:
     assert result.metrics["half"] == pytest.approx(0.5)
 
 
+def test_a_figure_of_a_loss_does_not_replace_one_of_the_step(tiny_model: Path, mine: Path) -> None:
+    mine.write_text(
+        "from roll_flash.learner.losses.policy import TokenLoss\n"
+        "def loss(tokens):\n"
+        "    names = ('sequences', 'entropy')\n"
+        "    return TokenLoss(-tokens.advantages * tokens.logprobs, {name: tokens.mask * 0.5 for name in names})\n"
+    )
+    _, result = trained(tiny_model, [GROUPS], loss={"name": "mine.py:loss"})
+    assert result.metrics["sequences"] == sum(len(group.trajectories) for group in GROUPS)
+    assert result.metrics["entropy"] > 0.5
+    assert [result.metrics[f"loss/{name}"] for name in ("sequences", "entropy")] == pytest.approx([0.5, 0.5])
+
+
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_the_losses_of_the_project_pass(name: str) -> None:
     check_loss(LOSSES[name])
@@ -96,6 +109,33 @@ def without_a_limit(tokens: PolicyTokens) -> torch.Tensor:
     return -((tokens.logprobs - tokens.behavior_logprobs) * 20).exp() * tokens.advantages
 
 
+def by_runs_of_ids(tokens: PolicyTokens) -> torch.Tensor:
+    """A mean over a sequence, right only where its tokens are next to each other."""
+    _, counts = torch.unique_consecutive(tokens.sequence_ids, return_counts=True)
+    runs = (tokens.logprobs - tokens.behavior_logprobs).split(counts.tolist())
+    return -torch.cat([run.mean().expand_as(run) for run in runs]).exp() * tokens.advantages
+
+
+def with_the_token_before(tokens: PolicyTokens) -> torch.Tensor:
+    assert tokens.sequence_ids is not None
+    gap = tokens.logprobs - tokens.behavior_logprobs
+    same = torch.cat([torch.zeros(1, dtype=torch.bool), tokens.sequence_ids[1:] == tokens.sequence_ids[:-1]])
+    return -(gap + torch.where(same, gap.roll(1), 0.0)).exp() * tokens.advantages
+
+
+def by_the_size_of_advantages(tokens: PolicyTokens) -> torch.Tensor:
+    return -tokens.ratio(tokens.behavior_logprobs) * tokens.advantages / tokens.advantages.abs()
+
+
+def distance_to_the_proximal_policy(tokens: PolicyTokens) -> torch.Tensor:
+    return ((tokens.logprobs - tokens.prox_logprobs) ** 2).sqrt() - tokens.logprobs * tokens.advantages
+
+
+def finite_in_float64(tokens: PolicyTokens) -> torch.Tensor:
+    ratio = (tokens.logprobs - tokens.behavior_logprobs).exp()
+    return 0.01 * ratio**2 - ratio * tokens.advantages
+
+
 def without_gradient(tokens: PolicyTokens) -> TokenLoss:
     return TokenLoss(-tokens.logprobs.detach() * tokens.advantages, {})
 
@@ -105,7 +145,12 @@ def without_gradient(tokens: PolicyTokens) -> TokenLoss:
     [
         (over_the_tensor, r"the loss of a sequence changes with the others in the tensor \(sequence 0 of 4\)"),
         (over_the_masked_too, "changes with what tokens.mask leaves out"),
-        (without_a_limit, r"is not finite where .* differ by 60: use tokens.ratio\(\)"),
+        (without_a_limit, r"is not finite where .* differ by 100: use tokens.ratio\(\)"),
+        (finite_in_float64, r"is not finite where .* differ by 100: use tokens.ratio\(\)"),
+        (by_runs_of_ids, "the loss of a token changes where the tokens of a sequence are not next"),
+        (with_the_token_before, "the loss of a token changes where the tokens of a sequence are not next"),
+        (by_the_size_of_advantages, "is not finite where an advantage is 0"),
+        (distance_to_the_proximal_policy, "is not finite where the proximal policy is the policy"),
         (without_gradient, "has no gradient"),
         (
             lambda tokens: -(tokens.logprobs * tokens.advantages).mean(),
@@ -164,6 +209,18 @@ def test_the_start_check_names_key_and_function(mine: Path) -> None:
         _check_own_functions(learner_of({"learner": {"advantage": "mine.py:advantage"}}))
     with pytest.raises(ConfigError, match=r"learner.loss.name 'mine.py:other': .*has no 'other'"):
         _check_own_functions(learner_of({"learner": {"loss": {"name": "mine.py:other"}}}))
+
+
+@pytest.mark.parametrize(("function", "learns"), [("rewards - rewards.mean()", False), ("rewards - 0.5", True)])
+def test_groups_from_which_an_advantage_learns_are_not_dropped(mine: Path, function: str, learns: bool) -> None:
+    mine.write_text(f"def advantage(rewards):\n    return {function}\n")
+    settings = {"model": {"path": "tiny"}, "envs": [{"id": "A-v0"}], "learner": {"advantage": "mine.py:advantage"}}
+    config = load_config({**settings, "scheduler": {"drop_groups_without_signal": True}})
+    if not learns:
+        _check_equal_rewards(config)
+        return
+    with pytest.raises(ConfigError, match=r"from which learner.advantage=mine.py:advantage learns too"):
+        _check_equal_rewards(config)
 
 
 def test_the_dashboard_runs_no_function_of_a_run() -> None:

@@ -22,6 +22,7 @@ from roll_flash.config.tree import load_config
 from roll_flash.errors import ConfigError, InferenceError, ModelError, StreamError
 from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.json_lines import read_lines
+from roll_flash.monitor.step_record import _teacher_metrics
 from roll_flash.stages.running import open_stages, stage_consumers
 from roll_flash.stages.same_tokenizer import check_same_tokenizer
 from roll_flash.stages.teacher import Teacher
@@ -142,6 +143,9 @@ def test_a_token_without_a_logprob_from_the_sampler_gets_nothing_from_the_teache
     for episode in found.values():
         assert episode.teacher_log_ratios is not None
         assert episode.teacher_log_ratios.tolist() == pytest.approx([0.0, logprob_of(9) + 1.5], abs=1e-6)
+    kl = -(logprob_of(9) + 1.5)
+    assert [line["reverse_kl"] for line in read_lines(tmp_path / "stages.jsonl")] == pytest.approx([kl] * 3)
+    assert _teacher_metrics(list(found.values()))["distill/reverse_kl"] == pytest.approx(kl)
 
 
 GARBAGE: dict[str, Say] = {

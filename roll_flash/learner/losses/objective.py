@@ -89,9 +89,9 @@ class Objective:
         if self.entropy_bonus and not named:
             summed = summed - self.entropy_bonus * weighted_sum(entropies, mask, weights)
         if self._policy.router_logits is not None:
-            balance = load_balancing_loss(self._policy.router_logits, row, self._policy.experts_per_token)
-            summed = summed + self._router_aux_loss * balance
-            means["router_aux_loss"] = float(balance.detach()) / float(row.token_weights.sum())
+            losses = load_balancing_losses(self._policy.router_logits, row, self._policy.experts_per_token)
+            summed = summed + self._router_aux_loss * (losses * self._of_sequences(row, row.token_weights)).sum()
+            means["router_aux_loss"] = float((losses.detach() * self._of_sequences(row)).sum()) / len(row.sequence_ids)
         total = summed
         if self._policy.values is not None:
             total = summed + self._value_coefficient * self._value_loss(self._policy.values, row, means)
@@ -115,6 +115,10 @@ class Objective:
             values=row.values,
             returns=row.returns,
         )
+
+    def _of_sequences(self, row: PackedRow, weights: NDArray[np.float32] | None = None) -> Tensor:
+        """Return the sum of the weights of each sequence's policy tokens, or their number."""
+        return self._tensor(np.bincount(row.sequence_ids, weights, len(row.members)).astype(np.float32))
 
     def _value_loss(self, values: Tensor, row: PackedRow, means: dict[str, float]) -> Tensor:
         """Return the weighted sum of the loss of `values`, with its metrics in `means`; 0 for rows without returns."""
@@ -227,8 +231,8 @@ def kl_penalty(estimator: KlEstimator, *, logprobs: Tensor, ref_logprobs: Tensor
     raise ValueError(f"unknown estimator {estimator!r}: use k1, k2 or k3")
 
 
-def load_balancing_loss(router_logits: Sequence[Tensor], row: PackedRow, top_k: int) -> Tensor:
-    """Return the sum over the row's sequences of their loss, each weighted like the policy tokens that it has.
+def load_balancing_losses(router_logits: Sequence[Tensor], row: PackedRow, top_k: int) -> Tensor:
+    """Return the loss of each of the row's sequences; a step adds them up, each weighted like its policy tokens.
 
     The loss of a sequence is that of transformers (`load_balancing_loss_func`) on its tokens before the last policy
     token: experts * sum over experts of (share of the choices) * (mean probability), over all tokens and layers. It is
@@ -248,9 +252,7 @@ def load_balancing_loss(router_logits: Sequence[Tensor], row: PackedRow, top_k: 
         chosen.scatter_add_(1, of_layer.detach().topk(top_k).indices, torch.ones_like(chosen))
         probabilities = probabilities + of_layer
     tokens = tokens / (tokens.sum(-1, keepdim=True) * len(router_logits))  # a mean over tokens and layers
-    losses = num_experts * ((tokens @ chosen) * (tokens @ probabilities)).sum(-1)
-    weights = np.bincount(row.sequence_ids, row.token_weights, len(row.members))
-    return (losses * torch.tensor(weights, device=device, dtype=torch.float32)).sum()
+    return num_experts * ((tokens @ chosen) * (tokens @ probabilities)).sum(-1)
 
 
 def _tokens_of_sequences(row: PackedRow) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:

@@ -19,11 +19,12 @@ _TOLERANCE = 1e-9
 
 
 def check_loss(function: LossFunction, **params: Any) -> None:
-    """Try a loss on made-up sequences, in float64. Raises ValueError with one line for the first thing that is wrong.
+    """Try a loss on made-up sequences. Raises ValueError with one line for the first thing that is wrong.
 
-    A step splits its sequences over micro-batches and ranks, in any order, and packs several into one tensor. So the
-    loss of a token may depend on its sequence only, not on what else is in the tensor, nor on masked positions; it must
-    be finite for any ratio, and have a gradient.
+    A step splits its sequences over micro-batches and ranks, in any order, and packs several into one tensor, in which
+    the tokens of a sequence keep their order but need not be next to each other. So the loss of a token may depend on
+    its sequence only, not on what else is in the tensor, nor on masked positions; it must be finite for any ratio and
+    for an advantage of 0, and have a gradient.
     """
     torch.manual_seed(0)
     whole = _sequences(_LENGTHS)
@@ -49,14 +50,40 @@ def check_loss(function: LossFunction, **params: Any) -> None:
     kept, kept_gradient = _run(function, masked, params)
     if not (_is_close(kept[masked["mask"]], losses[masked["mask"]]) and not kept_gradient[~masked["mask"]].any()):
         raise ValueError("the loss of a token changes with what tokens.mask leaves out")
-    for gap in (-60.0, 60.0):
-        far = {**whole, "behavior_logprobs": whole["logprobs"] - gap, "prox_logprobs": whole["logprobs"] - gap}
-        found, far_gradient = _run(function, far, params)
-        if not (found.isfinite().all() and far_gradient.isfinite().all()):
+    # In a row the tokens of sequences with a common beginning are not next to each other.
+    order = torch.cat([torch.arange(length) for length in _LENGTHS]).argsort(stable=True)
+    mixed = _run(function, {name: values[order] for name, values in whole.items()}, params)
+    for what, found, expected in zip(("loss", "gradient"), mixed, (losses, gradient), strict=True):
+        if not _is_close(found, expected[order]):
             raise ValueError(
-                f"is not finite where the log-probabilities of two policies differ by {gap:g}: use tokens.ratio(), "
-                "which limits the difference"
+                f"the {what} of a token changes where the tokens of a sequence are not next to each other, as in a row "
+                "of several with a common beginning: find them by tokens.sequence_ids, not by their place"
             )
+    _check_is_finite(function, whole, params)
+
+
+def _check_is_finite(function: LossFunction, tokens: Mapping[str, Tensor], params: Mapping[str, Any]) -> None:
+    """Try what each step has, and what a few have, in float32 as a step computes."""
+    given = {name: values.float() if values.is_floating_point() else values for name, values in tokens.items()}
+    logprobs, behavior, advantages = given["logprobs"], given["behavior_logprobs"], given["advantages"]
+    limit = "use tokens.ratio(), which limits the difference"
+    cases = {
+        "where an advantage is 0, as that of a mean reward": {"advantages": advantages * (tokens["sequence_ids"] != 2)},
+        "where the proximal policy is the policy, as in the first update of a step": {"prox_logprobs": logprobs},
+        "where the sampler's log-probabilities are the policy's": {"behavior_logprobs": logprobs},
+        **{
+            f"where the log-probabilities of two policies differ by {gap:g}: {limit}": {
+                "behavior_logprobs": logprobs - gap,
+                "prox_logprobs": logprobs - gap,
+            }
+            for gap in (-100.0, 100.0)
+        },
+        f"where sampler and proximal policy differ by 100: {limit}": {"prox_logprobs": behavior - 100},
+    }
+    for where, changed in cases.items():
+        loss, gradient = _run(function, {**given, **changed}, params)
+        if not (loss.isfinite().all() and gradient.isfinite().all()):
+            raise ValueError(f"is not finite {where}")
 
 
 def learns_without_signal(function: LossFunction, **params: Any) -> bool:
@@ -64,6 +91,12 @@ def learns_without_signal(function: LossFunction, **params: Any) -> bool:
     tokens = _sequences(_LENGTHS)
     _, gradient = _run(function, tokens | {"advantages": torch.zeros_like(tokens["advantages"])}, params)
     return bool(gradient.abs().sum() > 0)  # not where it is NaN, of a loss that divides by its advantages
+
+
+def advantages_of_equal_rewards(function: Callable[[NDArray[np.float64]], ArrayLike]) -> bool:
+    """Return true if an advantage function that `check_advantage` accepts is not 0 for some group of equal rewards."""
+    checked = own_advantage(function, "it")
+    return any(np.any(checked([reward] * 4, True)) for reward in (-1.0, 0.0, 0.3, 1.0))
 
 
 def check_advantage(function: Callable[[NDArray[np.float64]], ArrayLike]) -> None:

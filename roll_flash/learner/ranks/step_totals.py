@@ -110,9 +110,11 @@ class StepTotals:
             **{name: float(number) for name, number in self._counts.items()},
             **staleness_metrics(sorted(self._ages.items())),
         }
-        for name in names:
-            total = sum(r.means[name] * n for r, n in zip(self._records, tokens, strict=True) if name in r.means)
-            metrics[name] = total / max(1, sum(tokens))
+        means = {
+            name: sum(r.means[name] * n for r, n in zip(self._records, tokens, strict=True) if name in r.means)
+            / max(1, sum(tokens))
+            for name in names
+        }
         if shaped := self._shaped:
             metrics["shaped_reward"] = sum(each.reward for each in shaped) / len(shaped)
             metrics["overlong_penalty"] = sum(each.penalty for each in shaped) / len(shaped)
@@ -127,7 +129,8 @@ class StepTotals:
             metrics |= value_metrics(*(np.concatenate(arrays) for arrays in zip(*pairs, strict=True)))
         if self._records and version is not None:
             metrics |= self._off_policy_metrics(version)
-        return metrics
+        # A loss of the user may have a figure with the name of another.
+        return metrics | {f"loss/{name}" if name in metrics else name: value for name, value in means.items()}
 
     def _off_policy_metrics(self, version: int) -> dict[str, float]:
         logprobs = np.concatenate([record.logprobs for record in self._records])
