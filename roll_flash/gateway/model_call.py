@@ -173,3 +173,18 @@ def parsed_arguments(arguments: Any) -> Any:
     except (ValueError, RecursionError):
         return arguments
     return arguments if is_deeper([value], MAX_DEPTH) else value
+
+
+def input_of(arguments: str) -> dict[str, Any]:
+    """Return the arguments as the object that Anthropic's API requires. What is no object, or what JSON cannot say
+    (halves of characters, NaN), is passed as its raw text."""
+    value = parsed_arguments(arguments)
+    return value if isinstance(value, dict) and _can_be_sent(value) else {"arguments": arguments}
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return False
+    return True

@@ -12,7 +12,8 @@ import logging
 import resource
 import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -297,31 +298,16 @@ class GatewayServer:
     async def _complete(self, call: ModelCall, session: Session) -> tuple[Reply, list[CallRecord]]:
         number = session.admit(call.n)
         self._counts.calls += 1
-        try:
+        with _noting_trouble(session):
             reply, records = await session.run(self.backend.complete(call, session, number))
-        except TimeoutError:
-            message = f"no answer of the model after {session.timeout_s:g} s"
-            session.note_trouble("generate_timeout", message)
-            raise ApiError(504, "generate_timeout", message) from None
-        except InferenceError as error:
-            session.note_trouble("generate_error", str(error))
-            raise ApiError(503, "generate_error", str(error)) from None
-        except ApiError:
-            raise
-        except Exception as error:
-            session.note_trouble("internal_error", f"{type(error).__name__}: {error}")
-            raise
         self._counts.answers += len(records)
         return reply, records
 
     async def _send(
         self, request: web.Request, events: Any, session: Session, records: list[CallRecord]
     ) -> web.StreamResponse:
-        try:
+        with _noting_trouble(session, records):
             return await send(request, events)
-        except (ConnectionError, asyncio.CancelledError):
-            _discard(session, records)
-            raise
 
     async def _send_whole(
         self, session: Session, records: list[CallRecord], render: Callable[[], dict[str, Any]]
@@ -330,11 +316,8 @@ class GatewayServer:
             return msgspec.json.encode(render())
 
         size = CHARACTERS_PER_TOKEN * sum(record.completion_tokens for record in records)
-        try:
+        with _noting_trouble(session, records):
             return web.Response(body=await session.work.do(rendered, size), content_type="application/json")
-        except asyncio.CancelledError:
-            _discard(session, records)
-            raise
 
     def _require_model(self, body: Mapping[str, Any]) -> None:
         asked = body.get("model")
@@ -350,9 +333,30 @@ class GatewayServer:
         return described if length is None else {**described, "max_model_len": length}
 
 
-def _discard(session: Session, records: list[CallRecord]) -> None:
-    for record in records:
-        session.history.discard(record)
+@contextmanager
+def _noting_trouble(session: Session, records: Sequence[CallRecord] = ()) -> Iterator[None]:
+    """Note failures that the agent did not cause. If an answer is sent meanwhile, `records` are it: any failure, also
+    the agent's, discards what it has not received."""
+    try:
+        yield
+    except BaseException as error:
+        for record in records:
+            session.history.discard(record)
+        match error:
+            case ApiError():
+                raise
+            case ConnectionError() if records:
+                raise
+            case TimeoutError():
+                message = f"no answer of the model after {session.timeout_s:g} s"
+                session.note_trouble("generate_timeout", message)
+                raise ApiError(504, "generate_timeout", message) from None
+            case InferenceError():
+                session.note_trouble("generate_error", str(error))
+                raise ApiError(503, "generate_error", str(error)) from None
+            case Exception():
+                session.note_trouble("internal_error", f"{type(error).__name__}: {error}")
+        raise
 
 
 async def content_of(request: web.Request, session: Session) -> bytes:

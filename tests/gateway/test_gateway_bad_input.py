@@ -10,6 +10,7 @@ import socket
 import time
 import tracemalloc
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -435,6 +436,63 @@ def test_a_call_that_no_json_can_say_is_an_answer_like_any_other(serve: Serve, s
         assert len(served.session.history.records) == 1
 
     serve(work, [said])
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    "arguments", [f'{{"command": "{HALF}"}}', f'{{"{HALF}": 1}}', '{"command": NaN}', '{"command": -1e999}']
+)
+def test_arguments_in_a_string_that_no_json_can_say_are_shown_as_their_text(
+    serve: Serve, arguments: str, streams: bool
+) -> None:
+    """They were an error of ours for an answer that was recorded, or a stream that no JSON parser reads."""
+    body = {"model": MODEL, "max_tokens": 500, "messages": HELLO, "tools": [{"name": "sh"}], "stream": streams}
+
+    async def work(served: Served) -> None:
+        answer = await served.http.post("/v1/messages", json=body)
+        assert answer.status_code == 200, answer.text
+        if streams:
+            events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+            given = json.loads("".join(event.get("delta", {}).get("partial_json", "") for event in events))
+        else:
+            given = answer.json()["content"][0]["input"]
+        assert given == {"arguments": arguments}
+        assert served.session.trouble is None
+
+    serve(work, [tool_call(json.dumps(arguments))])
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HELLO},
+    "/v1/responses": {"input": HELLO},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 50},
+}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+def test_an_answer_that_cannot_be_written_is_trouble_of_ours_and_leaves_no_record(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, path: str, streams: bool
+) -> None:
+    """It was trained although no agent received it; in a stream, the error came in the middle of the answer."""
+
+    async def work(served: Served) -> None:
+        answer_of = TokenBackend._answer
+        broken = "a half \ud800"
+        monkeypatch.setattr(TokenBackend, "_answer", lambda *given: replace(answer_of(*given), content=broken))
+        asking = served.http.post(path, json={"model": MODEL, **BODIES[path], "stream": streams})
+        if streams:
+            with pytest.raises(httpx.RemoteProtocolError, match="closed"):
+                await asking
+        else:
+            assert (await asking).status_code == 500
+        assert served.session.history.records == []
+        assert served.session.trouble is not None
+        assert served.session.trouble.cause == "internal_error"
+        assert served.gateway.metrics()["gateway_failed"] == 1
+        assert served.gateway.metrics()["gateway_disconnects"] == 0
+
+    serve(work, ["Hello."])
 
 
 def test_nesting_that_can_just_be_read_is_an_answer_like_any_other() -> None:

@@ -20,7 +20,7 @@ from roll_flash.gateway.apis.request_fields import (
     text,
     whole,
 )
-from roll_flash.gateway.model_call import Answer, ModelCall, Reply, RequestedSampling, parsed_arguments
+from roll_flash.gateway.model_call import Answer, ModelCall, Reply, RequestedSampling, input_of
 from roll_flash.types import Message
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -134,12 +134,8 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
         blocks.append({"type": "thinking", "thinking": answer.thinking, "signature": ""})
     if answer.content or not answer.tool_calls:
         blocks.append({"type": "text", "text": answer.content})
-    for call in answer.tool_calls:
-        given = parsed_arguments(call.arguments)
-        # The API requires an object as input. Anything else is passed as its raw text.
-        shown = given if isinstance(given, dict) else {"arguments": call.arguments}
-        blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": shown})
-    return blocks
+    uses = [(call.call_id, call.name, input_of(call.arguments)) for call in answer.tool_calls]
+    return blocks + [{"type": "tool_use", "id": id_, "name": name, "input": given} for id_, name, given in uses]
 
 
 def _emptied(block: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import ClientError, web
 
 PIECE_CHARACTERS = 48
 EVENTS_AT_ONCE = 64
@@ -35,12 +35,20 @@ def pieces(text: str) -> Iterator[str]:
 
 
 async def send(request: web.Request, events: Iterable[Event]) -> web.StreamResponse:
-    """Send the events. Raises ConnectionError if the agent disconnected."""
+    """Send the events. Raises ConnectionError if the agent disconnected; closes the connection after any other error,
+    because the answer to it would be read as part of the stream."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    for number, event in enumerate(events):
-        await response.write(event.encode())
-        if number % EVENTS_AT_ONCE == 0:
-            await asyncio.sleep(0)
-    await response.write_eof()
+    try:
+        for number, event in enumerate(events):
+            await response.write(event.encode())
+            if number % EVENTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        await response.write_eof()
+    except (OSError, ClientError) as error:
+        raise ConnectionResetError(f"the agent disconnected: {error}") from error
+    except Exception:
+        if request.transport is not None:
+            request.transport.close()
+        raise
     return response
