@@ -271,7 +271,8 @@ class GatewayServer:
         session, _, call = await self._read(request, anthropic_messages.parse)
         session.admit()
         self._counts.calls += 1
-        tokens = await session.run(self.backend.count_tokens(call, session))
+        with _noting_trouble(session):
+            tokens = await session.run(self.backend.count_tokens(call, session))
         return web.json_response({"input_tokens": tokens})
 
     async def _read(
@@ -292,7 +293,10 @@ class GatewayServer:
             return body, call
 
         content = await content_of(request, session)
-        body, call = await session.work.do(understand, len(content))
+        try:
+            body, call = await session.work.do(understand, len(content))
+        except InferenceError as error:  # only this: other failures could be caused by what the agent sent
+            raise _noted(session, error) from None
         return session, body, call
 
     async def _complete(self, call: ModelCall, session: Session) -> tuple[Reply, list[CallRecord]]:
@@ -352,11 +356,15 @@ def _noting_trouble(session: Session, records: Sequence[CallRecord] = ()) -> Ite
                 session.note_trouble("generate_timeout", message)
                 raise ApiError(504, "generate_timeout", message) from None
             case InferenceError():
-                session.note_trouble("generate_error", str(error))
-                raise ApiError(503, "generate_error", str(error)) from None
+                raise _noted(session, error) from None
             case Exception():
                 session.note_trouble("internal_error", f"{type(error).__name__}: {error}")
         raise
+
+
+def _noted(session: Session, error: InferenceError) -> ApiError:
+    session.note_trouble("generate_error", str(error))
+    return ApiError(503, "generate_error", str(error))
 
 
 async def content_of(request: web.Request, session: Session) -> bytes:

@@ -220,6 +220,99 @@ def test_work_that_takes_a_session_too_long_is_its_agents_fault_and_waiting_for_
     asyncio.run(run())
 
 
+def test_a_session_waits_for_its_own_earlier_work_with_a_deadline_too() -> None:
+    """Work that no thread had begun was waited for without one, by the next request of the session."""
+
+    async def run() -> None:
+        threads, go, begun = WorkThreads(), threading.Event(), []
+        for _ in range(THREADS):
+            threads.submit(lambda: go.wait(20))
+        late, left, own = (SessionWork(threads, 0.2) for _ in range(3))
+        try:
+            for _ in range(2):
+                with pytest.raises(InferenceError, match="no thread"):
+                    await asyncio.wait_for(late.do(lambda: begun.append("late"), 10**6), 10)
+            gone = asyncio.create_task(left.do(lambda: begun.append("left"), 10**6))
+            await asyncio.sleep(0.05)
+            gone.cancel()
+            with pytest.raises(InferenceError, match="no thread"):
+                await asyncio.wait_for(left.do(lambda: begun.append("left"), 10**6), 10)
+            go.set()
+            assert await asyncio.wait_for(late.do(lambda: "done", 10**6), 10) == "done"
+            assert begun == []
+            go.clear()
+            for problem in ("to read the request takes", "the other requests of this session"):
+                with pytest.raises(ApiError, match=problem):
+                    await asyncio.wait_for(own.do(lambda: go.wait(20), 10**6), 10)
+        finally:
+            go.set()
+            await threads.close()
+
+    asyncio.run(run())
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x" * 6000}]},
+    "/v1/responses": {"input": "x" * 6000},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x" * 6000}]},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x" * 6000}]},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_request_for_which_there_is_no_thread_is_trouble_of_ours(serve: Serve, path: str) -> None:
+    """The episode was scored as if the model had failed."""
+
+    async def work(served: Served) -> None:
+        go = threading.Event()
+        for _ in range(THREADS):
+            served.gateway._threads.submit(lambda: go.wait(20))
+        try:
+            answer = await served.http.post(path, json={"model": MODEL, **BODIES[path]})
+        finally:
+            go.set()
+        require_no_thread(served, answer)
+
+    serve(work, ["Hello."], timeout_s=0.5)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages/count_tokens"])
+def test_no_thread_after_a_request_is_read_is_trouble_of_ours_and_leaves_no_record(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    async def work(served: Served) -> None:
+        go = threading.Event()
+        in_thread, pieces = SessionWork._do_in_thread, [0]
+
+        async def busy_at_last(own: SessionWork, piece: Any) -> Any:
+            pieces[0] += 1
+            if pieces[0] == last:
+                for _ in range(THREADS):
+                    served.gateway._threads.submit(lambda: go.wait(20))
+            return await in_thread(own, piece)
+
+        monkeypatch.setattr(SessionWork, "_do_in_thread", busy_at_last)
+        served.client.scores = False
+        try:
+            answer = await served.http.post(path, json={"model": MODEL, "messages": messages})
+        finally:
+            go.set()
+        require_no_thread(served, answer)
+
+    # Of the first, only the answer is large: it is parsed, then rendered. The other is read, then counted.
+    last = 2
+    messages = HELLO if path == "/v1/chat/completions" else BODIES[path]["messages"]
+    serve(work, ["word " * 3000], max_length=16_384, timeout_s=2.0)
+
+
+def require_no_thread(served: Served, answer: httpx.Response) -> None:
+    assert answer.status_code == 503
+    assert "no thread" in answer.text
+    assert served.session.trouble is not None
+    assert served.session.trouble.cause == "generate_error"
+    assert served.session.history.records == []
+
+
 def test_an_agent_that_goes_away_again_and_again_has_one_thread_at_most() -> None:
     async def run() -> None:
         threads = WorkThreads()

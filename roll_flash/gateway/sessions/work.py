@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from roll_flash.errors import InferenceError
@@ -27,8 +27,8 @@ class WorkThreads:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="gateway")
 
-    def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        return asyncio.wrap_future(self._pool.submit(work))
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        return self._pool.submit(work)
 
     async def close(self) -> None:
         """Wait for running work, whose size is bounded."""
@@ -42,7 +42,7 @@ class SessionWork:
         self._threads = threads
         self._timeout_s = timeout_s
         self._turn = asyncio.Lock()
-        self._in_thread: asyncio.Future[Any] | None = None
+        self._in_thread: Future[Any] | None = None
         """May still run after the caller was cancelled."""
 
     async def do(self, work: Callable[[], T], characters: int) -> T:
@@ -66,28 +66,34 @@ class SessionWork:
             async with asyncio.timeout(self._timeout_s):
                 await self._turn.acquire()
         except TimeoutError:
-            message = f"the other requests of this session took more than {self._timeout_s:g} s to read"
-            raise ApiError(429, "session_busy", message) from None
+            raise self._busy() from None
 
     async def _do_in_thread(self, work: Callable[[], T]) -> T:
-        if self._in_thread is not None:
-            await asyncio.wait([self._in_thread])
-        has_begun = False
+        if self._in_thread is not None and not self._in_thread.done():
+            await self._wait_for(self._in_thread)
+            if not self._in_thread.done():
+                raise self._busy()
+        submitted = self._threads.submit(work)
+        self._in_thread = submitted
+        await self._wait_for(submitted)
+        if not submitted.done():  # the agent's own doing: as a failure of ours it would save an episode from its score
+            raise ApiError(413, "request_too_large", f"to read the request takes more than {self._timeout_s:g} s")
+        return submitted.result()
 
-        def begin() -> T:
-            nonlocal has_begun
-            has_begun = True
-            return work()
+    async def _wait_for(self, submitted: Future[Any]) -> None:
+        """Wait until the end of work, or the deadline. Raises InferenceError if it has not begun; then it never does.
 
-        future = self._threads.submit(begin)
-        self._in_thread = future
+        Work of a caller that was cancelled keeps its place: without this an agent could fill the queue.
+        """
+        future = asyncio.wrap_future(submitted)
         future.add_done_callback(_retrieve)
         await asyncio.wait([future], timeout=self._timeout_s)
-        if not future.done():
-            if has_begun:  # the agent's own doing: as a failure of ours it would save an episode from its score
-                raise ApiError(413, "request_too_large", f"to read the request takes more than {self._timeout_s:g} s")
+        if submitted.cancel():
             raise InferenceError(f"the gateway had no thread for a request for {self._timeout_s:g} s")
-        return future.result()
+
+    def _busy(self) -> ApiError:
+        message = f"the other requests of this session took more than {self._timeout_s:g} s to read"
+        return ApiError(429, "session_busy", message)
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
