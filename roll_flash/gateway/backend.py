@@ -34,7 +34,10 @@ class Backend(Protocol):
         ...
 
     async def count_tokens(self, call: ModelCall, session: Session) -> int:
-        """Count the prompt's tokens. Raises ApiError if tokens are not known."""
+        """Count the prompt's tokens. Raises ApiError if tokens are not known.
+
+        Of a prompt that is far longer than the context only a beginning is counted, which is longer, too.
+        """
         ...
 
 

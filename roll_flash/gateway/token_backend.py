@@ -78,7 +78,7 @@ class TokenBackend:
         return Reply(tuple(answers), Usage(len(prompt), sampled)), records
 
     async def count_tokens(self, call: ModelCall, session: Session) -> int:
-        return len(await session.work.do(partial(self._whole, call), call.keys.characters(0)))
+        return len(await session.work.do(partial(self._whole, call, self.max_length), call.keys.characters(0)))
 
     def _prompt_of(self, call: ModelCall, place: TreePosition) -> tuple[TreePosition, list[int], list[int]]:
         """Return the place, its tokens, and those of the new part. If the template leaves out what was recorded, such
@@ -110,7 +110,7 @@ class TokenBackend:
         except ModelError as error:
             raise bad_request(str(error), "messages") from None
 
-    def _whole(self, call: ModelCall, room: int | None = None) -> list[int]:
+    def _whole(self, call: ModelCall, room: int) -> list[int]:
         try:
             return self._prompts.whole(call, room)
         except ModelError as error:

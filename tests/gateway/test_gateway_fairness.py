@@ -14,7 +14,7 @@ from conftest import MODEL, Serve, Served
 
 from roll_flash.errors import InferenceError
 from roll_flash.gateway.apis.api_error import ApiError
-from roll_flash.gateway.apis.prompt_text import MAX_MESSAGES
+from roll_flash.gateway.apis.prompt_text import MAX_MESSAGES, MAX_TOOLS
 from roll_flash.gateway.sessions.session import SessionSettings
 from roll_flash.gateway.sessions.work import THREADS, SessionWork, WorkThreads
 from roll_flash.gateway.token_backend import TokenBackend
@@ -59,7 +59,7 @@ def test_what_one_agent_sends_holds_up_no_other(serve: Serve, worst: str) -> Non
                 shares.append(waited_s / max(0.5 * took_s, 0.25))
         assert min(shares) < 1, shares
 
-    serve(work, ["Hello."])
+    serve(work, ["Hello."], max_length=2**18)  # with less room, hardly anything of it would be counted
 
 
 async def ask_beside(served: Served, http: httpx.AsyncClient, body: bytes) -> tuple[float, float]:
@@ -155,6 +155,53 @@ def test_counting_tokens_is_a_call_of_the_episode(serve: Serve) -> None:
         assert served.session.calls == served.gateway.metrics()["gateway_calls"] == 2
 
     serve(work, ["Hello."], settings=SessionSettings(max_calls=2))
+
+
+@pytest.mark.parametrize("worst", ["a text", "the description of a tool", "the arguments of a call"])
+def test_of_a_prompt_that_cannot_fit_only_the_beginning_is_counted(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, worst: str
+) -> None:
+    """Four sessions that counted megabytes took all threads for half a minute, from all others."""
+    lengths: list[int] = []
+
+    async def work(served: Served) -> None:
+        backend = served.gateway.backend
+        assert isinstance(backend, TokenBackend)
+        encode = backend.tokenizer.encode
+
+        def counted(text: str, **settings: Any) -> Any:
+            lengths.append(len(text))
+            return encode(text, **settings)
+
+        monkeypatch.setattr(backend.tokenizer, "encode", counted)
+        answer = await served.http.post("/v1/messages/count_tokens", json={"model": MODEL, **WORST[worst]})
+        assert answer.status_code == 200
+        assert answer.json()["input_tokens"] > 200, "the agent must see that it does not fit"
+        assert sum(lengths) < 50_000
+
+    serve(work, ["Hello."], "qwen3", max_length=200)
+
+
+@pytest.mark.parametrize("style", ["chatml", "qwen3"])
+def test_more_tools_than_anybody_declares_are_refused_and_not_rendered(serve: Serve, style: str) -> None:
+    """Each grows eight times when it is shown: 1 MB of bare names took a thread for half a minute."""
+    bare = {"type": "function", "function": {"name": "f"}}
+
+    async def work(served: Served) -> None:
+        served.client.scores = False
+        for path in ("/v1/messages/count_tokens", "/v1/messages"):
+            for count, status in ((MAX_TOOLS, 200), (MAX_TOOLS + 1, 400)):
+                body = {"model": MODEL, "messages": HELLO, "tools": [{"name": "f"}] * count}
+                answer = await served.http.post(path, json=body)
+                assert answer.status_code == status
+        assert f"more than {MAX_TOOLS} tools" in answer.text
+        (first,) = served.session.history.records
+        messages = [*HELLO, first.answer.message, *HELLO]
+        answer = await served.chat(messages, tools=[bare] * (MAX_TOOLS + 1))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+        assert served.session.trouble is None
+
+    serve(work, ["Hello."], style, max_length=2**18)
 
 
 def test_a_body_of_more_values_than_anybody_sends_is_413_and_a_deep_one_is_400(serve: Serve) -> None:

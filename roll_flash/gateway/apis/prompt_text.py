@@ -32,6 +32,8 @@ To call one, write a JSON object with its name and arguments within <tool_call><
 MAX_MESSAGES = 1000
 """Maximum new messages and tool calls of one request. Some chat templates (gpt-oss) compare each message with all later
 ones: 20,000 of them took minutes, in one of the few threads that all sessions share."""
+MAX_TOOLS = 1000
+"""Maximum tools of one request. A bare name becomes a hundred characters, so that a body of 1 MB took half a minute."""
 
 
 class PromptText:
@@ -50,9 +52,10 @@ class PromptText:
 
         With `room`, a conversation with far more tokens than `room` is cut to its beginning."""
         messages = self._shown(call.messages)
+        tools = self._tools(call)
         if call.tools and not self.knows_tools:
             messages = _with_tools_described(messages, call.tools)
-        return [*self._template.prompt(messages, self._tools(call), room), *self.forced(call)]
+        return [*self._template.prompt(messages, tools, room), *self.forced(call)]
 
     def continued(self, messages: Sequence[Message], call: ModelCall, after: int, room: int) -> list[int]:
         """Tokenize the messages after a recorded model turn that ended with token `after`. `room` as in `whole`."""
@@ -82,6 +85,8 @@ class PromptText:
         return f'{opening}{{"name": {rest}'
 
     def _tools(self, call: ModelCall) -> Tools:
+        if len(call.tools) > MAX_TOOLS:
+            raise bad_request(f"there are more than {MAX_TOOLS} tools", "tools")
         return list(call.tools) if call.tools and self.knows_tools else None
 
     def _shown(self, messages: Sequence[Message]) -> list[Message]:
