@@ -2,7 +2,8 @@
 
 Messages have one internal form: `content` is always text, and an assistant's `tool_calls` have their arguments as JSON
 text, as in OpenAI's chat completions. Conversations with the same keys are the same: an agent that parses and
-re-serialises a tool call, or drops the thinking, does not count as rewriting its history.
+re-serialises a tool call, or drops the thinking, does not count as rewriting its history. That holds for arguments of
+every kind: some agents get those that are no object as `input_of`, and JavaScript knows no difference of 1.0 and 1.
 """
 
 from __future__ import annotations
@@ -158,10 +159,28 @@ def _meaning(message: Message) -> list[Any]:
     if message["role"] != "assistant":
         return [message["role"], content]
     calls = [
-        [call["function"]["name"], parsed_arguments(call["function"]["arguments"])]
-        for call in message.get("tool_calls") or ()
+        [call["function"]["name"], _meant(call["function"]["arguments"])] for call in message.get("tool_calls") or ()
     ]
     return ["assistant", without_thinking(content).strip(), calls]
+
+
+def _meant(arguments: Any) -> Any:
+    value = parsed_arguments(arguments)
+    match value:
+        case {"arguments": str(text)} if value == input_of(text):
+            value = parsed_arguments(text)
+    return _with_whole_numbers(value)
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    match value:
+        case float():
+            return int(value) if value.is_integer() else value
+        case dict():
+            return {name: _with_whole_numbers(one) for name, one in value.items()}
+        case list():
+            return [_with_whole_numbers(one) for one in value]
+    return value
 
 
 def parsed_arguments(arguments: Any) -> Any:

@@ -128,6 +128,49 @@ def test_messages_of_anthropics_client_with_a_tool(serve: Serve, streams: bool) 
     serve(work, LOOP, "qwen3")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("[1]", "[]", "null", "7", '""', '"no JSON"', '"{}"', r'"{\"a\": NaN}"', r'"{\"a\": 1e999}"'),
+        *(r'"{\"a\": \"\\ud800\"}"', '{"arguments": "ls"}', '{"arguments": "[1]"}', '{"a": [1.0, -2.5, 1e20, 2]}'),
+    ],
+)
+@pytest.mark.parametrize("through_javascript", [False, True])
+def test_an_anthropic_agent_that_returns_a_call_as_it_got_it_continues_its_sample(
+    serve: Serve, arguments: str, through_javascript: bool
+) -> None:
+    """Arguments that are no object are shown as their text: to return that counted as rewriting the history."""
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 500, "tools": [{"name": "add"}]}
+
+    async def work(served: Served) -> None:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
+        answer = await served.http.post("/v1/messages", json={**body, "messages": messages})
+        content = answer.json()["content"]
+        if through_javascript:
+            content = whole_numbers(content)
+        result = {"type": "tool_result", "tool_use_id": content[0]["id"], "content": "ok"}
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
+        assert (await served.http.post("/v1/messages", json={**body, "messages": messages})).status_code == 200
+        require_one_sample(served, 2)
+        content[0]["input"] = {"a": 3}
+        assert (await served.http.post("/v1/messages", json={**body, "messages": messages})).status_code == 200
+        assert served.session.history.rewrites == 1
+
+    serve(work, [f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>', "Done.", "Done."])
+
+
+def whole_numbers(value: Any) -> Any:
+    """As JavaScript writes what it has read."""
+    match value:
+        case float():
+            return int(value) if value.is_integer() else value
+        case dict():
+            return {name: whole_numbers(one) for name, one in value.items()}
+        case list():
+            return [whole_numbers(one) for one in value]
+    return value
+
+
 def test_messages_stream_the_events_that_anthropic_documents(serve: Serve) -> None:
     async def work(served: Served) -> None:
         body = {"model": MODEL, "max_tokens": 50, "stream": True, "messages": [{"role": "user", "content": "Hi"}]}
