@@ -247,7 +247,9 @@ class GatewayServer:
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         earlier = self.session_of(request).responses
-        session, body, call = await self._read(request, partial(responses_api.parse, earlier=earlier))
+        parse = partial(responses_api.parse, earlier=earlier)
+        brought = partial(responses_api.earlier_characters, earlier=earlier)
+        session, body, call = await self._read(request, parse, brought)
         streams = flag(body, "stream")
         reply, records = await self._complete(call, session)
         response_id = responses_api.new_response_id()
@@ -276,9 +278,13 @@ class GatewayServer:
         return web.json_response({"input_tokens": tokens})
 
     async def _read(
-        self, request: web.Request, parse: Callable[[dict[str, Any]], ModelCall]
+        self,
+        request: web.Request,
+        parse: Callable[[dict[str, Any]], ModelCall],
+        brought: Callable[[dict[str, Any]], int] | None = None,
     ) -> tuple[Session, dict[str, Any], ModelCall]:
-        """Read a request: at most one large body per session at a time, none if the session has no calls left."""
+        """Read a request: at most one large body per session at a time, none if the session has no calls left.
+        `brought`: characters of what a body refers to, which are read with it."""
         session = self.session_of(request)
         session.require_calls_left()
         size = request.content_length
@@ -293,8 +299,11 @@ class GatewayServer:
             return body, call
 
         content = await content_of(request, session)
+        characters = len(content)
+        if brought is not None and characters <= SMALL_CHARACTERS:
+            characters += brought(decode_object(content))
         try:
-            body, call = await session.work.do(understand, len(content))
+            body, call = await session.work.do(understand, characters)
         except InferenceError as error:  # only this: other failures could be caused by what the agent sent
             raise _noted(session, error) from None
         return session, body, call

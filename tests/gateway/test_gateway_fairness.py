@@ -13,6 +13,7 @@ import pytest
 from conftest import MODEL, Serve, Served
 
 from roll_flash.errors import InferenceError
+from roll_flash.gateway.apis import responses_api
 from roll_flash.gateway.apis.api_error import ApiError
 from roll_flash.gateway.apis.prompt_text import MAX_MESSAGES, MAX_TOOLS
 from roll_flash.gateway.sessions.session import SessionSettings
@@ -107,6 +108,39 @@ def test_what_does_not_count_as_said_is_tokenised_in_a_thread_all_the_same(
     serve(work, ["Hello."])
     assert len(threads) == 2
     assert threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_small_request_that_continues_a_long_conversation_is_read_in_a_thread(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    """It brings the whole conversation, which the event loop read for a tenth of a second, again and again."""
+    threads: list[threading.Thread] = []
+    parse = responses_api.parse
+
+    def watched(*given: Any, **named: Any) -> Any:
+        threads.append(threading.current_thread())
+        return parse(*given, **named)
+
+    monkeypatch.setattr(responses_api, "parse", watched)
+
+    async def work(served: Served) -> None:
+        served.client.scores = False
+        previous = None
+        for _ in range(4):
+            body = {"model": MODEL, "input": "x" * 1500, "previous_response_id": previous}
+            answer = await served.http.post("/v1/responses", json=body)
+            assert answer.status_code == 200
+            previous = answer.json()["id"]
+        for unknown in ("resp_x", ["resp_x"]):
+            body = {"model": MODEL, "input": "x", "previous_response_id": unknown}
+            assert (await served.http.post("/v1/responses", json=body)).status_code == 404
+        body = {"model": MODEL, "input": "x", "previous_response_id": previous, "stream": streams}
+        assert (await served.http.post("/v1/responses", json=body)).status_code == 200
+        assert len(served.session.history.samples()) == 1
+
+    serve(work, ["Hello."], max_length=2**15)
+    assert [thread is threading.main_thread() for thread in threads] == [True, True, False, False, True, True, False]
 
 
 CHOICES: dict[str, dict[str, Any]] = {

@@ -56,6 +56,12 @@ def parse(body: Mapping[str, Any], earlier: Mapping[str, CallRecord]) -> ModelCa
     )
 
 
+def earlier_characters(body: Mapping[str, Any], earlier: Mapping[str, CallRecord]) -> int:
+    """Characters of the conversation that a request continues: it may be large although the request is small."""
+    previous = body.get("previous_response_id")
+    return earlier[previous].characters if isinstance(previous, str) and previous in earlier else 0
+
+
 def new_response_id() -> str:
     return f"resp_{uuid.uuid4().hex}"
 

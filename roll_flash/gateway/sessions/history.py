@@ -40,6 +40,8 @@ class CallRecord:
     """Unix time of the request in seconds."""
     finished_s: float
     children: int = 0
+    characters: int = 0
+    """Approximate characters of the conversation with the answer, to render or read again."""
 
     def path(self) -> list[CallRecord]:
         """Calls from the first to this one."""
@@ -132,6 +134,7 @@ class History:
             completion_tokens=completion_tokens,
             started_s=started_s,
             finished_s=self.clock.now_s(),
+            characters=(place.parent.characters if place.parent else 0) + place.characters + len(answer.raw),
         )
         self.add(record)
         return record
