@@ -26,6 +26,7 @@
 #define CHANGES LAYER "/changes"
 #define IMAGE LAYER "/image"
 #define SELF "/proc/1"
+#define OPAQUE "trusted.overlay.opaque" /* code inside may neither read nor set it */
 
 enum { OVERLAY = 0x794c7630, TMPFS = 0x01021994 }; /* linux/magic.h */
 enum { MAX_MOUNTS = 256, PATH_SIZE = 4096, DEEPEST = 200, MOST_TRIES = 3 };
@@ -195,6 +196,9 @@ static void keep_link(int from, int to, const char *name, const struct stat *sta
 
 static void keep_folder(int from, int to, int depth);
 
+/* The overlay does not know that a folder it made has one below it after this: what is removed there leaves no mark.
+ * So the folder is marked as one that covers what is below, before there is something: for the overlay, which looks
+ * again when the kernel has forgotten the folder, and for the next time here. */
 static void keep_entry(int from, int to, const char *name, int depth) {
     struct stat status, there;
     char opaque = 0;
@@ -205,8 +209,9 @@ static void keep_entry(int from, int to, const char *name, int depth) {
     if (!S_ISDIR(status.st_mode)) return;
     int source = openat(from, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     must(source >= 0 && depth < DEEPEST, name);
-    bool covers = fgetxattr(source, "trusted.overlay.opaque", &opaque, 1) == 1 && opaque == 'y';
+    bool covers = fgetxattr(source, OPAQUE, &opaque, 1) == 1 && opaque == 'y';
     bool is_folder = fstatat(to, name, &there, AT_SYMLINK_NOFOLLOW) == 0 && S_ISDIR(there.st_mode);
+    if (!covers && !is_folder) must(fsetxattr(source, OPAQUE, "y", 1, 0) == 0, name);
     if (covers || !is_folder) remove_entry(to, name, 0);
     must(mkdirat(to, name, 0700) == 0 || errno == EEXIST, name);
     int target = openat(to, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
@@ -230,6 +235,7 @@ void root_keep(uint64_t limit) {
     budget = limit;
     must(unshare(CLONE_NEWNS) == 0 && mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) == 0, "a view of its own");
     must(mount(NULL, IMAGE, NULL, MS_REMOUNT | MS_BIND, NULL) == 0, IMAGE);
+    must(mount(NULL, LAYER, NULL, MS_REMOUNT | MS_BIND, NULL) == 0, LAYER);
     int from = open(CHANGES, O_RDONLY | O_DIRECTORY | O_CLOEXEC), to = open(IMAGE, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     must(from >= 0 && to >= 0, LAYER);
     keep_folder(from, to, 0);

@@ -277,6 +277,40 @@ def test_a_fork_of_a_writable_root_has_what_was_changed_and_lacks_what_was_remov
     assert later.split() == ["a", "later", "sparse"]
 
 
+def test_a_second_fork_lacks_what_was_removed_since_the_first_in_folders_that_the_image_does_not_have(
+    docker: str,
+) -> None:
+    make = """
+        mkdir -p /new/sub /new/inner /opt/made /moved && cd /new
+        touch gone sub/gone inner/kept old && ln -s gone link
+        touch /opt/made/gone /moved/gone
+    """
+    change = """
+        cd /new && rm gone sub/gone link /opt/made/gone /moved/gone && mv old renamed && rm -r inner && touch inner
+        mv /moved /opt/moved && mkdir /moved && touch /moved/other
+    """
+    look = "find /new /opt /moved | sort"
+    spec = SandboxSpec(writable_root=True, user="0:0")
+
+    async def fork() -> list[str]:
+        async with SandboxPool(provider="docker", size=0) as pool:
+            async with pool.lease(spec) as sandbox:
+                assert (await sandbox.exec(make)).ok
+                await sandbox.snapshot()
+                assert (await sandbox.exec(change)).ok
+                seen = [(await sandbox.exec(look)).stdout_text]
+                again = await sandbox.snapshot()
+                seen.append((await sandbox.exec(look)).stdout_text)
+            async with pool.lease(again) as sandbox:
+                seen.append((await sandbox.exec(look)).stdout_text)
+        return seen
+
+    before, *after = asyncio.run(fork())
+    assert "/new/renamed\n" in before
+    assert "gone" not in before
+    assert after == [before, before]
+
+
 @pytest.mark.parametrize(
     ("path", "how"),
     [("passwd", "mkfifo passwd"), ("group", "mkfifo fifo; ln -s fifo group"), ("passwd", "ln -s /proc/kmsg passwd")],
