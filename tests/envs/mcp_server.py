@@ -6,6 +6,7 @@ Its argument says what it does wrong from the start; its tool `do` does what its
 import json
 import os
 import sys
+import time
 
 WRONG = sys.argv[1] if len(sys.argv) > 1 else ""
 NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
@@ -71,6 +72,9 @@ def do(number: object, what: str) -> None:
         say(id=number)
     elif what == "wait":
         late.append(number)
+    elif what == "sleep":
+        while not os.path.exists("awake"):
+            time.sleep(0.01)
     elif what == "ask":
         say(id="q1", method="ping")
         say(id="q2", method="sampling/createMessage", params={})
@@ -108,7 +112,11 @@ def answer(request: dict) -> None:  # type: ignore[type-arg]
 if WRONG == "dead":
     sys.exit("there is no database")
 for line in sys.stdin:
-    message = json.loads(line)
+    try:
+        message = json.loads(line)
+    except ValueError:
+        say(id=None, error={"code": -32700, "message": "this is no JSON"})
+        continue
     if WRONG == "noisy":
         print("DEBUG: a line that is no message", "\n[1, 2]", '\n{"jsonrpc": "2.0", "id": 999, "result": {}}')
     if "id" in message and WRONG != "silent":

@@ -50,6 +50,13 @@ class Desk(SandboxToolEnv):
         return self.final_answer == "done"
 
 
+class Alarm(Desk):
+    @tool()
+    async def wake(self) -> None:
+        """Let a server that sleeps go on."""
+        await self.sandbox.write("awake", "")
+
+
 class Office(ToolEnv):
     """Only tools of servers."""
 
@@ -193,6 +200,18 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_another() -> None:
     info = steps[2][3]
     assert info["tools"]["do"]["timeouts"] == 2
     assert info["mcp_ignored"] == 2
+
+
+@pytest.mark.docker
+def test_a_call_that_was_given_up_while_it_was_sent_does_not_spoil_the_next() -> None:
+    """What the server says of its half line is no answer to another call either."""
+    env = Alarm(mcp_servers={"desk": server(timeout_s=2.0)})
+    large = call("do", what="y" * 2_000_000)
+    _, steps = play(env, call("do", what="sleep"), large, call("wake"), call("add", a=1, b=2), call("add", a=3, b=4))
+    assert "do took longer than 2 s" in steps[1][0]
+    assert "\n3\n" in steps[3][0]
+    assert "\n7\n" in steps[4][0]
+    assert steps[4][3]["tools"]["add"]["errors"] == 0
 
 
 @pytest.mark.docker

@@ -32,6 +32,8 @@ class McpClient:
         self._number = 0
         self._lost = ""
         self._received = 0
+        self._answered = True
+        """Whether the last request was not given up: a late error without a number would be an answer to that one."""
         self.ignored = 0
         """Messages that were no answer: notifications, requests of the server, late answers, and what is no JSON."""
 
@@ -81,13 +83,20 @@ class McpClient:
             raise
 
     async def _ask(self, message: bytes) -> dict[str, Any]:
+        is_ours = self._answered or isinstance(self.connection, HttpConnection)
+        self._answered = False
         async with aclosing(self.connection.exchange(message)) as received:
             async for text in received:
                 self._received += len(text)
                 match _parsed(text):
                     case {"id": self._number, "result": dict(result)}:
+                        self._answered = True
                         return result
-                    case {"id": self._number | None, "error": {"message": str(said)}}:  # None: it could not read ours
+                    case {"id": self._number, "error": {"message": str(said)}}:
+                        self._answered = True
+                        raise ToolError(said)
+                    case {"id": None, "error": {"message": str(said)}} if is_ours:  # it could not read ours
+                        self._answered = True
                         raise ToolError(said)
                     case {"id": int() | str() as number, "method": method}:  # it may ask if we are there, no more
                         refusal = {"error": {"code": -32601, "message": "not supported by this client"}}

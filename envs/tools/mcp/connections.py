@@ -47,6 +47,8 @@ class StdioConnection:
         self._stack = contextlib.AsyncExitStack()
         self._stream: CommandStream | None = None
         self._lines, self._unread, self._stderr = _Lines(ServerLostError), deque[bytes](), b""
+        self._is_begun = False
+        """Whether a message was given up while it was sent: the next must not continue its line."""
 
     async def exchange(self, message: bytes) -> AsyncGenerator[bytes, None]:
         """Send a request and yield the messages that come then. Raises ServerLostError."""
@@ -70,7 +72,10 @@ class StdioConnection:
         """Send a message that has no answer."""
         if self._stream is None:
             self._stream = await self._stack.enter_async_context(self._running)
-        await self._stream.send(message + b"\n")
+        line_end = b"\n" if self._is_begun else b""
+        self._is_begun = True
+        await self._stream.send(line_end + message + b"\n")
+        self._is_begun = False
 
     async def close(self) -> None:
         """Kill the command and all that it started. Never raises."""
