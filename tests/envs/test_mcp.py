@@ -390,7 +390,7 @@ class Outside:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         message = await request.json() if request.method == "POST" else None
         self.seen.append((request.method, dict(request.headers), message))
-        if message is None or "id" not in message:
+        if message is None or not {"id", "method"} <= message.keys():
             return web.Response(status=202)
         if message["method"] == "tools/call" and self.result is not None:
             return await self.result(request)
@@ -481,7 +481,6 @@ def test_a_server_outside_that_fails_is_no_sample(status: int) -> None:
     [
         ("<html>", "text/html", "it answered neither with a result nor with an error"),
         ("", "application/json", "it answered neither with a result nor with an error"),
-        ("[" * 50_000, "application/json", "it answered neither with a result nor with an error"),
     ],
 )
 def test_a_server_outside_that_speaks_nonsense_is_no_sample(text: str, kind: str, says: str) -> None:
@@ -525,21 +524,33 @@ def test_what_a_call_causes_outside_is_told() -> None:
         error = {"code": -32700, "message": "an argument is too large"}
         return web.json_response({"jsonrpc": "2.0", "id": None, "error": error})
 
+    async def unreadable(request: web.Request) -> web.StreamResponse:
+        number = (await request.json())["id"]
+        content = f'{{"content": [], "structuredContent": {{"value": {next(values)}}}}}'
+        asked = 'data: {"jsonrpc": "2.0", "id": "q1", "method": "ping"}\n\n'
+        text = f'{asked}data: {{"jsonrpc": "2.0", "id": {number}, "result": {content}}}\n\n'
+        return web.Response(text=text, content_type="text/event-stream")
+
+    async def no_json(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=b'{"text": "caf\xe9"}', content_type="application/json")
+
     outside = Outside()
-    answers = iter([flood, brackets, refuse, refuse_unread, break_down])
+    values = iter(["9" * 5_000, "[" * 50_000 + "]" * 50_000])
+    answers = iter([flood, brackets, refuse, refuse_unread, break_down, unreadable, unreadable, no_json])
 
     async def next_answer(request: web.Request) -> web.StreamResponse:
         return await next(answers)(request)
 
     outside.result = next_answer
-    steps = play_outside(outside, *[call("look")] * 5, "done")
+    steps = play_outside(outside, *[call("look")] * 8, "done")
     assert "Error: it sent more than 8 MiB" in steps[0][0]
     assert "Error: it sent more than 8 MiB, or very many lines or brackets" in steps[1][0]
     assert "Error: it answered with HTTP status 422" in steps[2][0]
     assert "Error: an argument is too large" in steps[3][0]
     assert "Error: it answered with HTTP status 500" in steps[4][0]
-    assert steps[5][2]
-    assert steps[5][3]["tools"]["look"]["errors"] == 5
+    assert all("Error: its answer cannot be read" in text for text, *_ in steps[5:8])
+    assert steps[8][2]
+    assert steps[8][3]["tools"]["look"]["errors"] == 8
 
 
 def test_the_id_of_a_session_is_sent_back_only_if_it_can_be() -> None:

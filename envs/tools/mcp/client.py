@@ -76,13 +76,14 @@ class McpClient:
             raise ServerLostError(self._lost)
         self._number += 1
         try:
-            return await self._ask(_encoded({"id": self._number, "method": method, "params": params}))
+            return await self._ask(method, _encoded({"id": self._number, "method": method, "params": params}))
         except ServerLostError as error:
             self._lost = str(error)
             await self.connection.close()
             raise
 
-    async def _ask(self, message: bytes) -> dict[str, Any]:
+    async def _ask(self, method: str, message: bytes) -> dict[str, Any]:
+        is_unread = False
         is_ours = self._answered or isinstance(self.connection, HttpConnection)
         self._answered = False
         async with aclosing(self.connection.exchange(message)) as received:
@@ -98,11 +99,15 @@ class McpClient:
                     case {"id": None, "error": {"message": str(said)}} if is_ours:  # it could not read ours
                         self._answered = True
                         raise ToolError(said)
-                    case {"id": int() | str() as number, "method": method}:  # it may ask if we are there, no more
+                    case {"id": int() | str() as number, "method": asked}:  # it may ask if we are there, no more
                         refusal = {"error": {"code": -32601, "message": "not supported by this client"}}
-                        reply = {"result": {}} if method == "ping" else refusal
+                        reply = {"result": {}} if asked == "ping" else refusal
                         await self.connection.send(_encoded({"id": number, **reply}))
+                    case None:
+                        is_unread |= text.lstrip().startswith((b"{", b"["))
                 self.ignored += bool(text.strip())
+        if is_unread and method == "tools/call":  # JSON that Python refuses: the arguments of a call can ask for it
+            raise ToolError("its answer cannot be read")
         raise ServerLostError("it answered neither with a result nor with an error")
 
 
