@@ -29,7 +29,7 @@
 #define OPAQUE "trusted.overlay.opaque" /* code inside may neither read nor set it */
 
 enum { OVERLAY = 0x794c7630, TMPFS = 0x01021994 }; /* linux/magic.h */
-enum { MAX_MOUNTS = 256, PATH_SIZE = 4096, DEEPEST = 200, MOST_TRIES = 3 };
+enum { MAX_MOUNTS = 256, PATH_SIZE = 4096, DEEPEST = 200, MOST_TRIES = 3, BLOCK = 4096 };
 
 static void must(bool done, const char *what) {
     if (done) return;
@@ -140,8 +140,9 @@ void root_enter(char **words, size_t count) {
 }
 
 /* The code below runs in a separate process, with the initial capabilities of the agent, on files written by untrusted
- * code: it follows no links, and copies at most `budget` bytes even if files change meanwhile. */
-static uint64_t budget;
+ * code: it follows no links, and copies at most `budget` bytes even if files change meanwhile. An empty file takes a
+ * disk's room too, a folder a block of it: so `entries` are limited to as many as there are blocks in the budget. */
+static uint64_t budget, entries;
 
 /* Mount points of the engine (/etc/hosts, a volume) and the folders above them are not removed. */
 static void remove_entry(int folder, const char *name, int depth) {
@@ -203,7 +204,10 @@ static void keep_entry(int from, int to, const char *name, int depth) {
     struct stat status, there;
     char opaque = 0;
     if (fstatat(from, name, &status, AT_SYMLINK_NOFOLLOW) < 0) return;
-    if (S_ISCHR(status.st_mode) && status.st_rdev == makedev(0, 0)) remove_entry(to, name, 0);
+    bool is_removal = S_ISCHR(status.st_mode) && status.st_rdev == makedev(0, 0);
+    errno = EDQUOT;
+    must(is_removal || entries-- > 0, name);
+    if (is_removal) remove_entry(to, name, 0);
     else if (S_ISREG(status.st_mode)) keep_file(from, to, name, &status);
     else if (S_ISLNK(status.st_mode)) keep_link(from, to, name, &status);
     if (!S_ISDIR(status.st_mode)) return;
@@ -233,6 +237,7 @@ static void keep_folder(int from, int to, int depth) {
 /* Writes the changes into the container's own root, which the engine can commit as an image. */
 void root_keep(uint64_t limit) {
     budget = limit;
+    entries = limit / BLOCK;
     must(unshare(CLONE_NEWNS) == 0 && mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) == 0, "a view of its own");
     must(mount(NULL, IMAGE, NULL, MS_REMOUNT | MS_BIND, NULL) == 0, IMAGE);
     must(mount(NULL, LAYER, NULL, MS_REMOUNT | MS_BIND, NULL) == 0, LAYER);

@@ -391,6 +391,22 @@ def test_a_sparse_file_of_a_terabyte_is_not_forked_to_the_engines_disk(docker: s
     asyncio.run(fork())
 
 
+def test_folders_without_number_are_not_forked_to_the_engines_disk(docker: str) -> None:
+    """They take room there, but none of the layer's size."""
+    spec = SandboxSpec(writable_root=True, root_mb=4, user="0:0")
+    make = "import os\nfor number in range(2000): os.mkdir(f'/root/{number}')"
+
+    async def fork() -> None:
+        async with open_sandbox(spec, provider="docker") as sandbox:
+            assert (await sandbox.exec(["python3", "-c", make])).ok
+            with pytest.raises(SandboxFileError, match="Quota exceeded"):
+                await sandbox.snapshot()
+            assert (await sandbox.exec("rm -r /root/1???")).ok
+            await sandbox.snapshot()
+
+    asyncio.run(fork())
+
+
 def test_a_folder_that_was_removed_with_what_the_engine_put_there_is_gone_in_a_fork(docker: str) -> None:
     """The engine mounts its own /etc/hosts; code inside removes the folder around it."""
 
