@@ -16,9 +16,9 @@ from roll_flash.sandboxes.client import files
 from roll_flash.sandboxes.client.connection import AgentConnection
 from roll_flash.sandboxes.client.frames import Entry
 from roll_flash.sandboxes.errors import SandboxFileError
-from roll_flash.sandboxes.files.archive_stream import ArchiveError, Blocks, Budget, decompressed
+from roll_flash.sandboxes.files.archive_stream import BLOCK, ArchiveError, Blocks, Budget, decompressed
 from roll_flash.sandboxes.files.archives import max_packed
-from roll_flash.sandboxes.files.tar_reader import tar_members
+from roll_flash.sandboxes.files.tar_reader import Member, tar_members
 from roll_flash.sandboxes.files.trees import MAX_ENTRIES, is_safe_name
 from roll_flash.sandboxes.spec import SandboxSpec
 
@@ -29,62 +29,68 @@ PARALLEL_FILES = 16
 
 async def capture(connection: AgentConnection, spec: SandboxSpec) -> bytes:
     """Return a tar archive of the working directory and /tmp. Raises SandboxFileError if it is too large."""
-    packed = io.BytesIO()
+    found: list[tuple[str, Entry, bytes]] = []
     total, left = 0, MAX_SNAPSHOT_BYTES
+    for folder in (spec.workdir, SHARED_FOLDER):
+        for entry in await files.list_tree(connection, folder, MAX_ENTRIES):
+            if not is_safe_name(entry.path):
+                continue
+            is_file = stat.S_ISREG(entry.mode)
+            total += BLOCK + len(entry.path) + len(entry.target) + (entry.size if is_file else 0)
+            if total > MAX_SNAPSHOT_BYTES:
+                what = f"sandbox {connection.name}: its files and their names take more than"
+                raise SandboxFileError(f"{what} {MAX_SNAPSHOT_BYTES >> 20} MiB, too much for a snapshot", EFBIG)
+            path = f"{folder}/{os.fsdecode(entry.path)}"
+            # At most the bytes that are left: sizes of a sandbox are not trusted.
+            content = await files.read_file(connection, path, left) if is_file else b""
+            left -= len(content)
+            found.append((path, entry, content))
+    return await asyncio.to_thread(_packed, found)
+
+
+def _packed(found: list[tuple[str, Entry, bytes]]) -> bytes:
+    """Runs in a thread: headers of 40,000 entries take seconds."""
+    packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for folder in (spec.workdir, SHARED_FOLDER):
-            for entry in await files.list_tree(connection, folder, MAX_ENTRIES):
-                if not is_safe_name(entry.path):
-                    continue
-                total += entry.size if stat.S_ISREG(entry.mode) else 0
-                if total > MAX_SNAPSHOT_BYTES:
-                    what = f"sandbox {connection.name}: its files take more than {MAX_SNAPSHOT_BYTES >> 20} MiB"
-                    raise SandboxFileError(f"{what}, too much for a snapshot", EFBIG)
-                left -= await _add(archive, connection, folder, entry, left)
+        for path, entry, content in found:
+            member = tarfile.TarInfo(path.lstrip("/"))
+            member.mode = stat.S_IMODE(entry.mode) & 0o777
+            member.size = len(content)
+            if stat.S_ISDIR(entry.mode):
+                member.type = tarfile.DIRTYPE
+            elif stat.S_ISLNK(entry.mode):
+                member.type, member.linkname = tarfile.SYMTYPE, os.fsdecode(entry.target)
+            elif not stat.S_ISREG(entry.mode):
+                continue
+            archive.addfile(member, io.BytesIO(content))
     return packed.getvalue()
-
-
-async def _add(archive: tarfile.TarFile, connection: AgentConnection, folder: str, entry: Entry, max_bytes: int) -> int:
-    """Add one entry and return the number of bytes read, at most `max_bytes`: sizes of a sandbox are not trusted."""
-    path = f"{folder}/{os.fsdecode(entry.path)}"
-    member = tarfile.TarInfo(path.lstrip("/"))
-    member.mode = stat.S_IMODE(entry.mode) & 0o777
-    if stat.S_ISDIR(entry.mode):
-        member.type = tarfile.DIRTYPE
-        archive.addfile(member)
-    elif stat.S_ISLNK(entry.mode):
-        member.type, member.linkname = tarfile.SYMTYPE, os.fsdecode(entry.target)
-        archive.addfile(member)
-    elif stat.S_ISREG(entry.mode):
-        content = await files.read_file(connection, path, max_bytes)
-        member.size = len(content)
-        archive.addfile(member, io.BytesIO(content))
-    return member.size
 
 
 async def restore(connection: AgentConnection, tree: bytes) -> None:
     """Write the members of a snapshot to their original paths. Raises SandboxFileError."""
-    limit = asyncio.Semaphore(PARALLEL_FILES)
-
-    async def write(path: str, content: bytes, mode: int) -> None:
-        async with limit:
-            await files.write_file(connection, path, content, mode)
-
-    writes = []
-    # Long names count too: every snapshot of `capture` can be restored.
-    budget = Budget(len(tree), max_packed(MAX_SNAPSHOT_BYTES, 2 * MAX_ENTRIES), 2 * MAX_ENTRIES)
     try:
-        for member, content in tar_members(Blocks(decompressed(tree, budget)), budget):
-            path = "/" + member.name
-            if member.kind == "folder":
-                await files.make_directory(connection, path, member.mode | 0o700)
-            elif member.kind == "link":
-                await files.make_symlink(connection, member.target, path)
-            else:
-                writes.append((path, b"".join(content), member.mode))
+        members = await asyncio.to_thread(_unpacked, tree)
     except ArchiveError as error:
         raise SandboxFileError(f"sandbox {connection.name}: its snapshot cannot be read: {error}", EINVAL) from None
-    await asyncio.gather(*(write(*file) for file in writes))
+    for member, _ in members:
+        if member.kind == "folder":
+            await files.make_directory(connection, f"/{member.name}", member.mode | 0o700)
+        elif member.kind == "link":
+            await files.make_symlink(connection, member.target, f"/{member.name}")
+    to_write = ((member, content) for member, content in members if member.kind not in ("folder", "link"))
+
+    async def write() -> None:
+        for member, content in to_write:
+            await files.write_file(connection, f"/{member.name}", content, member.mode)
+
+    await asyncio.gather(*(write() for _ in range(PARALLEL_FILES)))
+
+
+def _unpacked(tree: bytes) -> list[tuple[Member, bytes]]:
+    """Runs in a thread, as `_packed` does. Raises ArchiveError, SandboxFileError."""
+    # Long names count too: every snapshot of `capture` can be restored.
+    budget = Budget(len(tree), max_packed(MAX_SNAPSHOT_BYTES, 2 * MAX_ENTRIES), 2 * MAX_ENTRIES)
+    return [(member, b"".join(content)) for member, content in tar_members(Blocks(decompressed(tree, budget)), budget)]
 
 
 async def populate(connection: AgentConnection, spec: SandboxSpec) -> None:

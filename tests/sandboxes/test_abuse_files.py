@@ -9,16 +9,18 @@ import lzma
 import os
 import random
 import tarfile
+import threading
 import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from abuse import within
 
 from roll_flash.sandboxes import Sandbox, SandboxFileError, SandboxSpec
+from roll_flash.sandboxes.files import snapshot
 
 
 @pytest.fixture
@@ -339,11 +341,11 @@ def test_an_honest_archive_arrives(provider: str) -> None:
 
 
 NAMED = """
-import os
+import os, sys
 os.chdir("/sandbox")
 for number in range(4000):
     open(f"{number:06d}" + "n" * 200, "wb").close()
-open("large", "wb").write(bytes((64 << 20) - 100))
+open("large", "wb").write(bytes(int(sys.argv[1])))
 """
 
 
@@ -352,10 +354,49 @@ def test_whatever_a_snapshot_takes_can_be_put_back(provider: str) -> None:
     spec = SandboxSpec(memory_mb=512, tmpfs_mb=100)
 
     async def take(sandbox: Sandbox) -> SandboxSpec:
-        assert (await sandbox.exec(["python3", "-c", NAMED])).ok
+        assert (await sandbox.exec(["python3", "-c", NAMED, str((64 << 20) - 4000 * 800)])).ok
         return await sandbox.snapshot()
 
     async def count(sandbox: Sandbox) -> bytes:
         return (await sandbox.exec("ls | wc -l")).stdout
 
     assert within(provider, count, within(provider, take, spec)) == b"4001\n"
+
+
+def test_names_count_for_a_snapshot(provider: str) -> None:
+    """It is kept in memory for as long as specs of it are."""
+
+    async def take(sandbox: Sandbox) -> None:
+        assert (await sandbox.exec(["python3", "-c", NAMED, str((64 << 20) - 4000 * 600)])).ok
+        with pytest.raises(SandboxFileError, match="its files and their names take more than 64 MiB"):
+            await sandbox.snapshot()
+
+    within(provider, take, SandboxSpec(memory_mb=512, tmpfs_mb=100))
+
+
+def test_other_sandboxes_need_not_wait_while_a_snapshot_is_packed_or_read(
+    provider: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes seconds for many small files."""
+    threads: dict[str, threading.Thread] = {}
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*words: Any, **options: Any) -> Any:
+            threads[name] = threading.current_thread()
+            return function(*words, **options)
+
+        return call
+
+    monkeypatch.setattr(snapshot, "_packed", noted("packed", snapshot._packed))
+    monkeypatch.setattr(snapshot, "_unpacked", noted("read", snapshot._unpacked))
+
+    async def take(sandbox: Sandbox) -> SandboxSpec:
+        await sandbox.exec("mkdir folder; touch folder/file; ln -s file folder/link")
+        return await sandbox.snapshot()
+
+    async def look(sandbox: Sandbox) -> bytes:
+        return (await sandbox.exec("ls folder")).stdout
+
+    assert within(provider, look, within(provider, take)) == b"file\nlink\n"
+    assert threads.keys() == {"packed", "read"}
+    assert threading.main_thread() not in threads.values()
