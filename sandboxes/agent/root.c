@@ -199,7 +199,8 @@ static void keep_folder(int from, int to, int depth);
 
 /* The overlay does not know that a folder it made has one below it after this: what is removed there leaves no mark.
  * So the folder is marked as one that covers what is below, before there is something: for the overlay, which looks
- * again when the kernel has forgotten the folder, and for the next time here. */
+ * again when the kernel has forgotten the folder, and for the next time here. In a user namespace nobody may
+ * set this (EPERM). */
 static void keep_entry(int from, int to, const char *name, int depth) {
     struct stat status, there;
     char opaque = 0;
@@ -215,7 +216,7 @@ static void keep_entry(int from, int to, const char *name, int depth) {
     must(source >= 0 && depth < DEEPEST, name);
     bool covers = fgetxattr(source, OPAQUE, &opaque, 1) == 1 && opaque == 'y';
     bool is_folder = fstatat(to, name, &there, AT_SYMLINK_NOFOLLOW) == 0 && S_ISDIR(there.st_mode);
-    if (!covers && !is_folder) must(fsetxattr(source, OPAQUE, "y", 1, 0) == 0, name);
+    if (!covers && !is_folder) must(fsetxattr(source, OPAQUE, "y", 1, 0) == 0 || errno == EPERM, name);
     if (covers || !is_folder) remove_entry(to, name, 0);
     must(mkdirat(to, name, 0700) == 0 || errno == EEXIST, name);
     int target = openat(to, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
