@@ -279,7 +279,7 @@ class TinkerRoutes:
         return model
 
     def _train(self, body: Mapping[str, Any], work: Callable[[], Coroutine[Any, Any, Any]]) -> Answer:
-        return self._begin(f"{body['model_id']}:{whole(body, 'seq_id') or 0}", work)
+        return self._begin(f"{body['model_id']}:{_number_of(body, 1)}", work)
 
     async def _gradient(self, request: web.Request) -> web.Response:
         content = await self._content(request)
@@ -300,14 +300,14 @@ class TinkerRoutes:
             raise unsupported("optim_params", "only AdamParams are computed here")
         given = _object(body, "adam_params")
 
-        def value(name: str, default: float, high: float) -> float:
-            found = number(given, name, 0, high)
+        def value(name: str, default: float, high: float, low: float = 0.0) -> float:
+            found = number(given, name, low, high)
             return default if found is None else found
 
         adam = AdamSettings(
             learning_rate=value("learning_rate", 1e-4, 1e3),
             betas=(value("beta1", 0.9, 1 - 1e-9), value("beta2", 0.95, 1 - 1e-9)),
-            eps=value("eps", 1e-12, 1),
+            eps=value("eps", 1e-12, 1, low=1e-20),  # with 0, a weight without a gradient would become NaN
             weight_decay=value("weight_decay", 0.0, 1e3),
             max_grad_norm=value("grad_clip_norm", 0.0, 1e9) or math.inf,
         )
@@ -400,7 +400,7 @@ class TinkerRoutes:
         scores = 0
         if flag(body, "prompt_logprobs"):
             scores = whole(body, "prompt_logprobs_last_n", 1, len(prompt)) or len(prompt)
-        request_id = f"{name}:{whole(body, 'seq_id', 0)}"
+        request_id = f"{name}:{_number_of(body, 0)}"
         servers = self._servers
 
         async def sampled() -> bytes:
@@ -469,6 +469,13 @@ def _object(body: Mapping[str, Any], name: str) -> Answer:
     if value is not None and not isinstance(value, dict):
         raise bad_request(f"{name} must be an object", name)
     return value or {}
+
+
+def _number_of(body: Mapping[str, Any], low: int) -> int:
+    """Return a request's number, which tells whether it is sent again: without any, it would be taken for another."""
+    if (found := whole(body, "seq_id", low)) is None:
+        raise bad_request("seq_id must be given", "seq_id")
+    return found
 
 
 def _name(value: Any) -> str:

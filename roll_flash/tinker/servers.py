@@ -25,6 +25,7 @@ from roll_flash.types import SamplingParams
 
 BASE = "base"
 """Weights of the model before any training."""
+CHANGING = "weights that they are just getting"
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class Servers:
     end_ids: frozenset[int]
     """Tokens at which the servers end a sequence."""
     weights: str = BASE
-    """Which weights they have, or are about to get."""
+    """Which weights they have, or `CHANGING`."""
     fixed_samples: int = 0
     """Requests under way that must end with the weights with which they began."""
 
@@ -89,8 +90,11 @@ class Servers:
             self.fixed_samples -= 1
 
     async def update(self, weights: str, publish: Callable[[], Awaitable[None]]) -> None:
-        """Let samples of fixed weights end, each of which has a deadline, then `publish`."""
-        self.weights = weights
-        while self.fixed_samples:  # noqa: ASYNC110 - counted by many tasks
-            await asyncio.sleep(0.01)
+        """Let samples of fixed weights end, each of which has a deadline, then `publish`. Weights that the servers have
+        already may be sampled from meanwhile."""
+        if self.weights != weights:
+            self.weights = CHANGING  # not the new name, which may be BASE again
+            while self.fixed_samples:  # noqa: ASYNC110 - counted by many tasks
+                await asyncio.sleep(0.01)
         await publish()
+        self.weights = weights

@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
+from roll_flash.config.tree import load_config
 from roll_flash.gateway.apis.api_error import ApiError
 from roll_flash.gateway.server import GatewayServer
 from roll_flash.tinker.messages import _TYPES, FLOAT32, INT64, GradientRequest, read_gradient_request
@@ -36,6 +37,27 @@ def test_tokens_are_whole_numbers() -> None:
         gradient_request(three[:-1], np.arange(3))
     with pytest.raises(ApiError, match="no int64"):
         gradient_request(three, np.float32([0, 1, 2.5]))
+
+
+def test_what_would_be_done_wrongly_is_refused() -> None:
+    """A request without a number got the result of the first one without any, or that of the model's creation."""
+
+    async def scenario() -> None:
+        config = load_config({"name": "s", "model": {"path": "tiny"}, "envs": [{"id": "agents"}]})
+        servers: Any = SimpleNamespace(vocabulary=100, folder=Path(), config=config, end_ids=frozenset())
+        gateway = GatewayServer(SimpleNamespace(model="tiny", max_length=64), call_timeout_s=1)  # type: ignore[arg-type]
+        routes = TinkerRoutes(gateway, servers, frozenset({"tiny"}), Path())
+        model: Any = SimpleNamespace(model_id="s:train:0")
+        routes._sessions["s"] = ClientSession("s", model=model)
+        routes._samplers["s:sample:0"] = Sampler(None)
+        with pytest.raises(ApiError, match="seq_id must be given"):
+            await routes._sample({"sampling_session_id": "s:sample:0", "prompt": {"chunks": [{"tokens": [1]}]}})
+        with pytest.raises(ApiError, match="seq_id must be given"):
+            await routes._step({"model_id": "s:train:0", "adam_params": {}})
+        with pytest.raises(ApiError, match="eps must be a number from 1e-20 to 1"):
+            await routes._step({"model_id": "s:train:0", "seq_id": 1, "adam_params": {"eps": 0}})
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,40 @@ def test_new_weights_wait_for_samples_of_the_old_ones_and_refuse_further_ones() 
     asyncio.run(scenario())
 
 
+def test_the_base_model_is_not_sampled_from_before_the_servers_have_it_again() -> None:
+    async def scenario() -> None:
+        there, go = servers(), asyncio.Event()
+        await there.update("trained", nothing)
+        publishing = asyncio.create_task(there.update(BASE, go.wait))
+        await asyncio.sleep(0.05)
+        with pytest.raises(ApiError, match=r"these weights \(base\) were replaced"):
+            async with there.fixed(BASE):
+                pass
+        go.set()
+        await asyncio.wait_for(publishing, 20)
+        async with there.fixed(BASE):
+            await asyncio.wait_for(there.update(BASE, nothing), 20)  # the same again disturbs nobody
+
+    async def fails() -> None:
+        raise RuntimeError
+
+    async def failing() -> None:
+        there = servers()
+        with pytest.raises(RuntimeError):
+            await there.update("trained", fails)
+        for weights in ("trained", BASE):
+            with pytest.raises(ApiError):
+                async with there.fixed(weights):
+                    pass
+
+    asyncio.run(scenario())
+    asyncio.run(failing())
+
+
+async def nothing() -> None:
+    pass
+
+
 def test_samples_of_one_request_have_seeds_of_their_own_and_only_the_scores_that_were_asked_for() -> None:
     asked: list[tuple[str, int | None]] = []
 
