@@ -86,11 +86,11 @@ def _work(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _busy(work: list[dict[str, Any]], begin: float, end: float) -> dict[str, list[float]]:
     """Return, per kind of work, the fraction of each slice of time that it took."""
-    found: dict[str, list[float]] = {}
-    for kind in dict.fromkeys(span["kind"] for span in work):
-        spans = np.array([(span["begin_s"], span["end_s"]) for span in work if span["kind"] == kind])
-        found[kind] = _running(spans[:, 0], spans[:, 1], begin, end)
-    return found
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for span in work:
+        spans.setdefault(span["kind"], []).append((span["begin_s"], span["end_s"]))
+    times = {kind: np.array(those) for kind, those in spans.items()}
+    return {kind: _running(those[:, 0], those[:, 1], begin, end) for kind, those in times.items()}
 
 
 def _running(starts: NDArray[np.float64], ends: NDArray[np.float64], begin: float, end: float) -> list[float]:

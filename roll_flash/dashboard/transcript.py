@@ -22,6 +22,9 @@ MAX_CHARACTERS = 20_000
 """Maximum characters of a message in the first answer."""
 MAX_TOKENS = 20_000
 """Maximum tokens of a turn that are shown one by one."""
+MAX_PENDING = 8
+"""Tokens without text after which they are no beginning of a character, which has at most 4 bytes: decoding looks at
+all of them again for each further one."""
 
 
 def episode_page(
@@ -140,13 +143,17 @@ def _tokens(sample: Mapping[str, Any], start: int, end: int, tokenizer: Tokenize
 
 def _texts(ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield the text that each token adds; of a character of several tokens the last one has it."""
-    stream = DecodeStream(skip_special_tokens=False)
+    stream, pending = DecodeStream(skip_special_tokens=False), 0
     for token in ids:
         try:
-            yield stream.step(tokenizer, token) or ""
+            text = stream.step(tokenizer, token) or ""
         except Exception:  # a Rust error of any kind, for bytes that are no text: the next tokens are decoded anew
-            stream = DecodeStream(skip_special_tokens=False)
-            yield tokenizer.id_to_token(token) or ""
+            text, pending = "", MAX_PENDING
+        pending = 0 if text else pending + 1
+        if pending > MAX_PENDING:
+            stream, pending = DecodeStream(skip_special_tokens=False), 0
+            text = tokenizer.id_to_token(token) or ""
+        yield text
 
 
 def _cut(text: str) -> dict[str, Any]:

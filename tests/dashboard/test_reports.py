@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ import httpx
 import numpy as np
 import pytest
 from served import Dashboard, serving
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from written_run import BEGIN_S, RecordedRun, trajectory
 
 from roll_flash.dashboard import episode_index
 from roll_flash.dashboard.folders import Sources
-from roll_flash.dashboard.transcript import MAX_CHARACTERS
+from roll_flash.dashboard.transcript import MAX_CHARACTERS, MAX_TOKENS, _texts
 from roll_flash.diagnosis.reading import read_run
 from roll_flash.errors import ConfigError
 from roll_flash.monitor.episode_files import steps
@@ -196,6 +200,20 @@ def test_tokens_are_compared_with_what_the_learner_said_of_them_if_it_was_record
         assert found == pytest.approx(np.arange(len(sampled)) / 100, abs=1e-5)
         assert [turn["differences"] for turn in turns(dashboard, 2)] == [None, None], "of another number of tokens"
         assert [turn["differences"] for turn in turns(dashboard, 3)] == [None, None]
+
+
+def test_pieces_of_characters_that_never_come_to_an_end_are_shown_in_linear_time() -> None:
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    euro, ids = tokenizer.encode("€").ids, []
+    for letter in alphabet:
+        ids += [tokenizer.token_to_id(letter)] * (MAX_TOKENS // len(alphabet))
+    assert list(_texts([*euro, *euro], tokenizer)) == ["", "", "€", "", "", "€"]
+    began = time.process_time()
+    assert len(list(_texts([euro[0]] * MAX_TOKENS, tokenizer))) == MAX_TOKENS
+    assert len(list(_texts(ids, tokenizer))) == len(ids)
+    assert time.process_time() - began < 5  # it was 25 s for the first of them
 
 
 def test_few_shot_answers_of_the_task_are_not_taken_for_turns(run: RecordedRun) -> None:
