@@ -311,8 +311,15 @@ class GatewayServer:
     async def _complete(self, call: ModelCall, session: Session) -> tuple[Reply, list[CallRecord]]:
         number = session.admit(call.n)
         self._counts.calls += 1
-        with _noting_trouble(session):
-            reply, records = await session.run(self.backend.complete(call, session, number))
+        records: list[CallRecord] = []
+
+        async def completed() -> Reply:
+            reply, recorded = await self.backend.complete(call, session, number)
+            records.extend(recorded)  # at once: the agent may disconnect before the caller goes on
+            return reply
+
+        with _noting_trouble(session, records):
+            reply = await session.run(completed())
         self._counts.answers += len(records)
         return reply, records
 

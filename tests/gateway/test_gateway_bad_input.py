@@ -248,6 +248,37 @@ def test_an_agent_that_goes_away_while_it_is_answered_leaves_no_record(serve: Se
     serve(work, ["ab " * 2500], max_length=10_000)
 
 
+@pytest.mark.parametrize("ends", ["agent", "session"])
+def test_an_agent_that_goes_away_just_when_it_has_its_answer_leaves_no_record(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """In the turn of the event loop in which the answer is recorded, so that there is nothing to cancel any more."""
+
+    async def work(served: Served) -> None:
+        complete = served.gateway.backend.complete
+        ending: list[asyncio.Task[None]] = []
+
+        async def recorded(*asked: Any) -> Any:
+            answer = await complete(*asked)
+            assert len(served.session.history.records) == 1
+            if ends == "agent":
+                (request,) = [task for task in asyncio.all_tasks() if "RequestHandler.start" in repr(task.get_coro())]
+                request.cancel()
+            else:
+                ending.append(asyncio.create_task(served.gateway.end_session(served.session)))
+                served.session.ended = True
+            return answer
+
+        monkeypatch.setattr(served.gateway.backend, "complete", recorded)
+        asking = asyncio.create_task(served.chat(HELLO))
+        await asyncio.gather(asking, *ending, return_exceptions=True)
+        await until(lambda: not served.session.requests_in_flight)
+        assert served.session.history.records == []
+        assert served.session.trouble is None
+
+    serve(work, ["Hello."])
+
+
 def test_two_requests_at_once_are_both_recorded_as_branches(serve: Serve) -> None:
     async def work(served: Served) -> None:
         served.client.delay_s = 0.1

@@ -252,6 +252,24 @@ def test_a_session_is_written_though_who_scored_it_has_gone_away(tiny: TinyModel
     assert (record["kind"], record["reward"]) == ("trajectory", 1)
 
 
+def test_a_session_whose_agent_goes_away_from_its_only_answer_while_it_is_scored_is_written(
+    tiny: TinyModel, tmp_path: Path
+) -> None:
+    async def scenario(http: httpx.AsyncClient, routes: SessionRoutes) -> None:
+        session_id, key = await opened(http)
+        await say(http, key)
+        history = routes._opened[session_id].session.history
+        begun, go = slow_to_end(routes.gateway)
+        scoring = asyncio.create_task(http.post("/v1/reward", json={"reward": 1}, headers=key))
+        await begun.wait()
+        history.discard(history.records[0])
+        go.set()
+        assert (await scoring).json()["kind"] == "failure"
+
+    (record,) = alone(tiny, tmp_path, scenario)
+    assert (record["kind"], record["cause"]) == ("failure", "cancelled")
+
+
 def test_a_reward_that_comes_while_the_gateway_stops_disturbs_no_other_session(tiny: TinyModel, tmp_path: Path) -> None:
     async def scenario(http: httpx.AsyncClient, routes: SessionRoutes) -> None:
         keys = [(await opened(http, task_id=name))[1] for name in ("first", "scored", "last")]

@@ -191,6 +191,8 @@ class SessionRoutes:
         if (trouble := opened.session.trouble) is not None:
             return await self._fail(opened, trouble.cause, trouble.message)
         await self._end(opened)
+        if not opened.session.history.records:  # the agent went away meanwhile, before it had its only answer
+            return self._write_failure(opened, "cancelled", "the agent has received no answer of the model")
         episode = finished_episode(opened.session, group_id=opened.group_id, task=opened.task, reward=reward, info=info)
         self.scored += 1
         self._episodes.write(0, episode)
@@ -198,6 +200,9 @@ class SessionRoutes:
 
     async def _fail(self, opened: OpenSession, cause: FailureCause, message: str) -> EpisodeFailure:
         await self._end(opened)
+        return self._write_failure(opened, cause, message)
+
+    def _write_failure(self, opened: OpenSession, cause: FailureCause, message: str) -> EpisodeFailure:
         session, records = opened.session, opened.session.history.records
         failure = EpisodeFailure(
             session.session_id,
