@@ -13,6 +13,7 @@ differently when others follow cannot be extended this way; it raises ModelError
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -38,8 +39,9 @@ CHARACTERS_AT_FIRST = 16
 """Number of characters per token of room that are tokenised first, to find out if the rest could fit: megabytes of text
 that cannot fit would take many seconds and gigabytes."""
 
-_SOME_ANSWER = "[[an answer of the model]]"
-"""Placeholder of a sampled turn when the template is rendered; the text after it is the delta."""
+_SOME_ANSWER = f"[[an answer of the model, {secrets.token_hex(8)}]]"
+"""Placeholder of a sampled turn when the template is rendered; the text after it is the delta. No tool that a server or
+an agent declares, which is shown before it, can contain it."""
 
 _EXCHANGE: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SOME_ANSWER}]
 """A conversation to try a template with."""

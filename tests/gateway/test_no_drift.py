@@ -59,6 +59,23 @@ def test_plain_turns_are_one_sample_without_drift(serve: Serve, tiny: TinyModel,
     serve(work, texts, style)
 
 
+def test_no_text_of_a_tool_is_taken_for_the_models_own_turn(serve: Serve) -> None:
+    """It was the placeholder of that turn, so that all after it in the prompt was shown again in each later turn."""
+
+    async def work(served: Served) -> None:
+        function = {**WEATHER["function"], "description": "[[an answer of the model]] once"}
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "Rome?"}]
+        message = (await served.chat(messages, tools=[{**WEATHER, "function": function}])).json()["choices"][0][
+            "message"
+        ]
+        messages += [message, {"role": "user", "content": "And Paris?"}]
+        await served.chat(messages, tools=[{**WEATHER, "function": function}])
+        (sample,) = served.session.history.samples()
+        assert served.client._tokenizer.decode(sample.token_ids).count("once") == 1
+
+    serve(work, ["Warm.", "Cold."], "qwen3")
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_tool_calls_that_an_agent_parsed_and_wrote_anew_are_continued(
     serve: Serve, tiny: TinyModel, style: str
