@@ -20,7 +20,7 @@ from roll_flash.cli.main import main
 from roll_flash.config.tree import load_config
 from roll_flash.engines.inference import Generation
 from roll_flash.errors import CheckpointError, ConfigError, RunError
-from roll_flash.monitor.episodes import episode_record, find_trajectories
+from roll_flash.monitor.episodes import episode_record, find_trajectories, next_group_number
 from roll_flash.monitor.json_lines import encode, with_checksum
 from roll_flash.monitor.metrics import keep_steps_until
 from roll_flash.rollout.recovery import Recovery
@@ -214,6 +214,12 @@ def turn_record(name: str, index: int, change: Mapping[str, Any] = MappingProxyT
     )
     assert change.keys() <= record.keys()
     return framed(msgspec.msgpack.encode(list((record | change).values())))
+
+
+def test_a_group_number_of_thousands_of_digits_is_none_of_ours(tmp_path: Path) -> None:
+    line = b'{"group_id":"g%s"}\n'
+    (tmp_path / "step_000000.jsonl").write_bytes(line % b"00000007" + line % (b"9" * 5000))
+    assert next_group_number(tmp_path, 0) == 8
 
 
 def test_an_episode_whose_first_turn_is_damaged_begins_again_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ Outcome = Trajectory | EpisodeFailure
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Version = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
 _BACKTICKS = re.compile(r"`{3,}+")
-_GROUP = re.compile(rb'"group_id":"g(\d+)"')
+_GROUP = re.compile(rb'"group_id":"g(\d{1,18})"')
 _EPISODE = re.compile(rb'"episode_id":"([^"\\]+)"')
 _OWN_COLUMNS = ("episode_id", "group_id", "reward", "success", "end", "started_s", "finished_s", "info")
 DROPPED_FILE = "dropped.jsonl"
