@@ -11,12 +11,12 @@ import socket
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import psutil
 
-from roll_flash.checked_files import decode, read_checked
+from roll_flash.checked_files import Count, decode, read_checked
 from roll_flash.errors import RunError
 
 FILE_NAME = "status.json"
@@ -32,6 +32,8 @@ NEWS = 20
 State = Literal["starting", "running", "done", "stopped", "failed", "died", "silent"]
 """`stopped`: by Ctrl-C or a signal; `failed`: with an error. Only readers see `died` (its process is gone) and `silent`
 (its process writes nothing, or is on another machine and has not written for a while)."""
+UnixTime = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+"""No clock can show the time of a larger one, which the folder of another's run may have."""
 ENDED: frozenset[State] = frozenset({"done", "stopped", "failed", "died"})
 
 
@@ -51,7 +53,7 @@ class Writer:
 class News:
     """A line for the user. Text of models and endpoints is escaped already."""
 
-    time_s: float
+    time_s: UnixTime
     text: str
 
 
@@ -60,14 +62,14 @@ class RunStatus:
     """State of a run at one moment. Times are Unix times in seconds; counts are since the start of the run."""
 
     name: str
-    total_steps: int
+    total_steps: Count
     writer: Writer
-    started_s: float
-    written_s: float
+    started_s: UnixTime
+    written_s: UnixTime
     state: State = "starting"
     error: str = ""
     """Why it failed or was stopped."""
-    step: int = 0
+    step: Count = 0
     """Steps that are done."""
     left_s: float | None = None
     """Seconds until the last step is done, at the speed of the last ones; None if it is not known."""
@@ -79,18 +81,18 @@ class RunStatus:
     """The newest lines for the user: parts that start, end, die and come back; warnings; evaluations."""
     recent: dict[str, list[float | None]] = field(default_factory=dict)
     """Metrics of the last steps, oldest first; None is an unknown value."""
-    staleness: dict[int, int] = field(default_factory=dict)
+    staleness: dict[Count, Count] = field(default_factory=dict)
     """Tokens of the last step by their staleness in versions."""
-    episodes: dict[str, int] = field(default_factory=dict)
+    episodes: dict[str, Count] = field(default_factory=dict)
     """Episodes by state: `queued`, `model` (waits for it), `environment`, `sandbox` (runs a command), `agent` (a loop
     of its own), `scoring`, and `ended` (waits to be trained)."""
-    books: dict[str, int] = field(default_factory=dict)
+    books: dict[str, Count] = field(default_factory=dict)
     """Trajectories and episodes by result, as the metrics `books/*`."""
     busy: dict[str, float] = field(default_factory=dict)
     """Share of the last minute in which `learner` and `servers` had work, 0 to 1."""
     servers: list[dict[str, float]] = field(default_factory=list)
     """Per server `up` (0 or 1) and, if it answers, `requests_running`, `requests_waiting` and `kv_cache_usage`."""
-    versions: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, Count] = field(default_factory=dict)
     """Weight version of `learner` and `servers`."""
 
     @property

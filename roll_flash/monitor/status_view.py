@@ -84,7 +84,7 @@ def _rows(status: RunStatus, full: str, empty: str) -> Iterator[tuple[str, Rende
     if status.staleness:
         yield "staleness", Text("  ".join(_ages(status.staleness, full)))
     if status.busy and not is_done:
-        shares = (f"{name} {bar(share, full, empty)} {share:4.0%}" for name, share in status.busy.items())
+        shares = (f"{one_line(name)} {bar(share, full, empty)} {share:4.0%}" for name, share in status.busy.items())
         yield "busy", Text("  ".join(shares))
     if not is_done:
         yield from _servers(status.servers)
@@ -127,7 +127,7 @@ def _lost(books: Mapping[str, int]) -> str:
     """Trajectories that were dropped and episodes that failed, each with reasons; empty if nothing was lost."""
     parts = []
     for what, prefix in (("dropped", "dropped_"), ("failed", "failed_")):
-        found = {name.removeprefix(prefix): n for name, n in books.items() if name.startswith(prefix) and n}
+        found = {one_line(name.removeprefix(prefix)): n for name, n in books.items() if name.startswith(prefix) and n}
         if found:
             parts.append(f"{sum(found.values()):,} {what} ({', '.join(f'{k} {n:,}' for k, n in found.items())})")
     return "  ".join(parts)

@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -114,6 +115,26 @@ def test_a_damaged_status_is_one_line(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(RunError, match=r"status\.json: is damaged or of another version") as raised:
         read_status(tmp_path)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"news": [{"time_s": 1e300, "text": "x"}]},
+        {"started_s": -1e300},
+        {"written_s": 1e300},
+        {"staleness": {"0": 10**9, "1": 1 - 10**9}},
+        {"books": {"dropped_stale": 10**400}},
+    ],
+    ids=str,
+)
+def test_numbers_that_no_run_writes_are_not_drawn(tmp_path: Path, change: dict[str, Any]) -> None:
+    """A share of a thousand million is as many characters of a bar."""
+    status.write(tmp_path, new_status("maze", 20))
+    path = tmp_path / "status.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(RunError, match=r"status\.json: is damaged or of another version"):
+        read_status(tmp_path)
 
 
 def test_a_newer_version_may_say_more(tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ def test_a_run_that_has_just_begun_can_be_drawn() -> None:
 def test_what_a_model_or_an_endpoint_wrote_is_text() -> None:
     evil = "\x1b[2J\x07[bold]x[/bold]\n\u202eabc"
     status = replace(BUSY, news=[News(time_s=0.0, text=evil)], now=[evil], waits_for=evil, name=evil, error=evil)
+    status = replace(status, books={f"dropped_{evil}": 1}, busy={evil: 0.5})  # a run's folder may be of others
     for shown in (drawn(status), drawn(status, file=Terminal())):
         assert r"\x1b[2J\x07[bold]x[/bold] \u202eabc" in shown
         assert "\x1b[2J" not in shown
