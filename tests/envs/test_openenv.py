@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import random
 from collections.abc import Callable
 from typing import Any
@@ -299,8 +300,9 @@ def test_a_server_that_is_away_or_is_none_is_one_line() -> None:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         env = OpenEnv(f"http://127.0.0.1:{runner.addresses[0][1]}")
         try:
-            with pytest.raises(EnvError, match=r"is that an OpenEnv server|not a schema"):
+            with pytest.raises(EnvError, match=r"is that an OpenEnv server|not a schema|larger than 8 MiB") as said:
                 await env.reset(seed=1)
+            assert len(str(said.value)) < 1000
         finally:
             await env.close()
             await runner.cleanup()
@@ -311,5 +313,15 @@ def test_a_server_that_is_away_or_is_none_is_one_line() -> None:
     async def empty(request: web.Request) -> web.Response:
         return web.json_response([])
 
-    for answer in (missing, empty):
+    async def packed(request: web.Request) -> web.Response:
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+        return web.Response(body=gzip.compress(b'{"action": {}}' + b" " * (64 << 20)), headers=headers)
+
+    async def huge(request: web.Request) -> web.Response:
+        return web.Response(body=b'{"action": {}}' + b" " * (9 << 20))
+
+    async def deep(request: web.Request) -> web.Response:
+        return web.Response(body=b"[" * 100_000)
+
+    for answer in (missing, empty, packed, huge, deep):
         asyncio.run(something_else(answer))

@@ -24,7 +24,7 @@ FULL_POLL_S = 0.5
 """Seconds between retries if the server has no free session."""
 PROBE_S = 3.0
 """Maximum seconds that a busy server may take to answer `/schema`."""
-MAX_MESSAGE_BYTES = 64 << 20
+MAX_MESSAGE_BYTES, MAX_SCHEMA_BYTES = 64 << 20, 8 << 20
 
 
 class WrongAction(Exception):
@@ -57,12 +57,17 @@ class OpenEnvConnection:
             async with asyncio.timeout(self._timeout_s), self._client().get(f"{self._http}/schema") as answer:
                 if answer.status != 200:
                     raise EnvError(f"{NAME}: {self._http}/schema answered {answer.status}; is that an OpenEnv server?")
-                schema: Mapping[str, Any] = (await answer.json())["action"]
+                content = bytearray()
+                async for part in answer.content.iter_any():
+                    content += part
+                    if len(content) > MAX_SCHEMA_BYTES:
+                        raise EnvError(f"{NAME}: {self._http}/schema is larger than {MAX_SCHEMA_BYTES >> 20} MiB")
+                schema: Mapping[str, Any] = json.loads(content)["action"]
                 return schema
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._unreachable_error(error) from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise EnvError(f"{NAME}: {self._http}/schema: not a schema of an OpenEnv server: {error!r}") from None
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise EnvError(f"{NAME}: {self._http}/schema: not a schema of an OpenEnv server: {error!r:.200}") from None
 
     async def reset(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Start an episode; wait until the server has a free session."""
@@ -120,7 +125,7 @@ class OpenEnvConnection:
             if answer["type"] == "observation" and isinstance(data["observation"], dict):
                 return data
             code, said = str(data.get("code")), str(data.get("message"))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise EnvError(f"{NAME}: {self._ws} answered {kind} with {text[:200]!r}") from None
         if code == "CAPACITY_REACHED":
             raise _ServerFullError(said)
@@ -142,7 +147,8 @@ class OpenEnvConnection:
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession()
+            # a small compressed answer could become a large one, on the event loop
+            self._session = aiohttp.ClientSession(auto_decompress=False, headers={"Accept-Encoding": "identity"})
         return self._session
 
     async def _drop(self) -> None:
