@@ -129,7 +129,7 @@ def read_status(run_dir: Path) -> RunStatus:
     except OSError as error:
         raise RunError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise RunError(f"{path}: is damaged or of another version: {error}") from None
+        raise RunError(f"{path}: is damaged or of another version: {error!s:.200}") from None
     if status.is_over:
         return status
     is_here = status.writer.host == socket.gethostname()

@@ -116,6 +116,7 @@ WRONG_ANSWERS = [
     pytest.param(wrong(logprobs=None), "40 tokens with 0 logprobs", id="no_logprobs"),
     pytest.param(wrong(finish_reason=None), "without a reason", id="no_finish_reason"),
     pytest.param(wrong(finish_reason="tired"), "not an answer", id="unknown_finish_reason"),
+    pytest.param(wrong(finish_reason="t" * 10_000), "not an answer", id="long_finish_reason"),
     pytest.param(wrong(weight_versions=None), "no weight version for 40 tokens", id="no_versions"),
     pytest.param(
         wrong(weight_versions=[{"version": "new", "start": 0, "end": TOKENS}]), "no number: 'new'", id="version_name"
@@ -125,6 +126,9 @@ WRONG_ANSWERS = [
     ),
     pytest.param(
         wrong(weight_versions=[{"version": "9" * 12, "start": 0, "end": TOKENS}]), "weight versions", id="version_huge"
+    ),
+    pytest.param(
+        wrong(weight_versions=[{"version": "1", "start": 0, "end": 0}] * 10_000), "for 40", id="many_versions"
     ),
 ]
 

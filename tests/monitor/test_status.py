@@ -122,19 +122,21 @@ def test_a_damaged_status_is_one_line(tmp_path: Path, content: bytes) -> None:
     [
         {"news": [{"time_s": 1e300, "text": "x"}]},
         {"started_s": -1e300},
+        {"state": "x" * 10_000},
         {"written_s": 1e300},
         {"staleness": {"0": 10**9, "1": 1 - 10**9}},
         {"books": {"dropped_stale": 10**400}},
     ],
     ids=str,
 )
-def test_numbers_that_no_run_writes_are_not_drawn(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_what_no_run_writes_is_not_drawn(tmp_path: Path, change: dict[str, Any]) -> None:
     """A share of a thousand million is as many characters of a bar."""
     status.write(tmp_path, new_status("maze", 20))
     path = tmp_path / "status.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(RunError, match=r"status\.json: is damaged or of another version"):
+    with pytest.raises(RunError, match=r"status\.json: is damaged or of another version") as said:
         read_status(tmp_path)
+    assert len(str(said.value)) < 1000
 
 
 def test_a_newer_version_may_say_more(tmp_path: Path) -> None:

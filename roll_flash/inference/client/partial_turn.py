@@ -183,10 +183,10 @@ class PartialTurn:
         versions: list[int] = []
         for version, start, end in spans:
             if start != len(versions) or not start <= end <= made or version < 0:
-                raise BadAnswerError(f"weight versions {spans} for {made} tokens")
+                raise BadAnswerError(f"weight versions {spans[:3]} for {made} tokens")
             versions += [version] * (end - start)
         if len(versions) != made:
-            raise BadAnswerError(f"weight versions {spans} for {made} tokens")
+            raise BadAnswerError(f"weight versions {spans[:3]} for {made} tokens")
         self._versions[self._kept :] = versions
 
     def _check_experts(self, experts: NDArray[np.int16]) -> None:

@@ -111,7 +111,7 @@ def decode_piece(content: bytes) -> Piece:
     try:
         answer = _decoder.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadAnswerError(f"not an answer to a generate request ({error}): {excerpt(content)}") from None
+        raise BadAnswerError(f"not an answer to a generate request ({error!s:.150}): {excerpt(content)}") from None
     if answer.error is not None:
         raise BadAnswerError(f"an error instead of tokens: {str(answer.error)[:200]}")
     if not answer.choices:
