@@ -27,7 +27,7 @@ from roll_flash.monitor.progress import Progress
 from roll_flash.monitor.step_record import StepRecord
 from roll_flash.processes.background import background_task, call_in_thread, first_failure
 from roll_flash.processes.deadlines import LearnedDeadline
-from roll_flash.processes.garbage import rare_collections
+from roll_flash.processes.garbage import long_lived_process
 from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.run.checkpoints.writer import CheckpointSchedule
@@ -94,7 +94,7 @@ async def _train(
             open_system(start, learner, progress, failure, watchdog) as system,
         ):
             trainer = Trainer(system, progress, on_step)
-            with rare_collections():
+            with long_lived_process():
                 return await interrupts.run_until_stopped(trainer.run(), failure=failure, save=trainer.stop_early)
 
 

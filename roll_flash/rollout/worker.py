@@ -29,7 +29,7 @@ from roll_flash.envs.hosting.sandbox_lease import LazySandbox, default_spec, ope
 from roll_flash.errors import first_line
 from roll_flash.monitor.json_lines import plain
 from roll_flash.processes.background import first_failure
-from roll_flash.processes.garbage import rare_collections
+from roll_flash.processes.garbage import long_lived_process
 from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.rollout.episodes.conversation import ChatPolicy, Policy, TokenPolicy
 from roll_flash.rollout.episodes.episode import Deadlines, Progress, run_episode, with_success
@@ -379,7 +379,7 @@ class WorkerActor(Worker):
         self._watch = LoopWatch()
         self._failure = self._until_closed.enter_context(first_failure())
         await self.start()
-        self._until_closed.enter_context(rare_collections())
+        self._until_closed.enter_context(long_lived_process())
 
     async def unreachable_servers(self) -> list[str]:
         """Return the servers that cannot be reached from this node."""
