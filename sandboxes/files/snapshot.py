@@ -32,9 +32,15 @@ async def capture(connection: AgentConnection, spec: SandboxSpec) -> bytes:
     found: list[tuple[str, Entry, bytes]] = []
     total, left = 0, MAX_SNAPSHOT_BYTES
     for folder in (spec.workdir, SHARED_FOLDER):
+        known, folders = set[bytes](), {b""}
         for entry in await files.list_tree(connection, folder, MAX_ENTRIES):
-            if not is_safe_name(entry.path):
+            # A name that is removed and made again while its folder is read is listed twice.
+            is_plain = is_safe_name(entry.path) and entry.path.rpartition(b"/")[0] in folders
+            if not is_plain or entry.path in known:
                 continue
+            known.add(entry.path)
+            if stat.S_ISDIR(entry.mode):
+                folders.add(entry.path)
             is_file = stat.S_ISREG(entry.mode)
             total += BLOCK + len(entry.path) + len(entry.target) + (entry.size if is_file else 0)
             if total > MAX_SNAPSHOT_BYTES:

@@ -20,6 +20,7 @@ import pytest
 from abuse import within
 
 from roll_flash.sandboxes import Sandbox, SandboxFileError, SandboxSpec
+from roll_flash.sandboxes.client.frames import Entry
 from roll_flash.sandboxes.files import snapshot
 
 
@@ -361,6 +362,25 @@ def test_whatever_a_snapshot_takes_can_be_put_back(provider: str) -> None:
         return (await sandbox.exec("ls | wc -l")).stdout
 
     assert within(provider, count, within(provider, take, spec)) == b"4001\n"
+
+
+def test_a_name_that_is_listed_twice_is_taken_once(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one is that a program removes and makes again while its folder is read: no fork of such a snapshot started."""
+    listed = snapshot.files.list_tree
+
+    async def twice(*words: Any) -> list[Entry]:
+        found = await listed(*words)
+        return [*found, *found, *(Entry(0o100644, 0, one.path + b"/below", b"") for one in found if one.target)]
+
+    async def take(sandbox: Sandbox) -> SandboxSpec:
+        await sandbox.exec("mkdir folder; echo 1 >folder/file; ln -s file folder/link; ln -s folder folder2")
+        monkeypatch.setattr(snapshot.files, "list_tree", twice)
+        return await sandbox.snapshot()
+
+    async def look(sandbox: Sandbox) -> bytes:
+        return (await sandbox.exec("ls . folder; cat folder2/link")).stdout
+
+    assert within(provider, look, within(provider, take)) == b".:\nfolder\nfolder2\n\nfolder:\nfile\nlink\n1\n"
 
 
 def test_names_count_for_a_snapshot(provider: str) -> None:
