@@ -30,7 +30,7 @@ enum { NATIVE = AUDIT_ARCH_AARCH64 };
 #error "this processor is not supported"
 #endif
 
-enum { CLONE_NAMESPACES = 0x7e020000, MAX_RULES = 512 };
+enum { CLONE_NAMESPACES = 0x7e020000, MAX_RULES = 640 };
 
 static const int refused[] = {
     SYS_ptrace, SYS_process_vm_readv, SYS_process_vm_writev, SYS_kcmp, SYS_pidfd_getfd,
@@ -44,6 +44,7 @@ static const int refused[] = {
     SYS_open_by_handle_at, SYS_name_to_handle_at, SYS_quotactl, SYS_acct, SYS_swapon, SYS_swapoff, SYS_reboot,
     SYS_init_module, SYS_finit_module, SYS_delete_module, SYS_kexec_load, SYS_kexec_file_load, SYS_syslog,
     SYS_settimeofday, SYS_clock_settime, SYS_clock_adjtime, SYS_adjtimex, SYS_sethostname, SYS_setdomainname,
+    SYS_sync, /* writes out all that the machine has not written yet; nothing in a sandbox lies on a disk */
     SYS_lookup_dcookie, SYS_vhangup, SYS_nfsservctl, SYS_move_pages, SYS_migrate_pages,
 #if defined(__x86_64__)
     SYS_iopl, SYS_ioperm, SYS_modify_ldt, SYS_uselib, SYS_ustat, SYS_sysfs,
@@ -94,6 +95,7 @@ static const struct { int level, option, seems_done; } refused_options[] = {
 };
 
 enum { SET_DELEGATION = 1040 }; /* F_SETDELEG (Linux 6.19): a lease on a folder */
+enum { SCHED_CORE = 62 };       /* PR_SCHED_CORE: whoever has a cookie leaves the core's other thread idle for all others */
 
 static struct sock_filter rules[MAX_RULES];
 static unsigned short rule_count;
@@ -266,7 +268,10 @@ void confine(void) {
         if_equal((uint32_t)setting_attributes[i], 1);
         give(fail_with(ENOTSUP));
     }
+    if_equal(SYS_syncfs, 1); /* of a folder that a mount has from the machine; programs take a failure for lost data */
+    give(fail_with(0));
     keep_agent_as_it_is();
+    refuse_with(SYS_prctl, 0, SCHED_CORE);
     refuse_with(SYS_fcntl, 1, F_SETLEASE); /* an open of a leased file blocks: the agent would block for 45 s */
     refuse_with(SYS_fcntl, 1, SET_DELEGATION);
     refuse_with(SYS_fcntl, 1, F_OFD_SETLK); /* members.c counts locks by their processes */

@@ -19,7 +19,8 @@ from roll_flash.sandboxes.owner import LABEL, labels
 
 MODE = 0o111
 """Not readable: the kernel then protects processes of this program (a relay has the sandbox's user) from their first
-instruction on. Code inside could open the descriptors of a readable one before it protects itself."""
+instruction on. Code inside could open the descriptors of a readable one before it protects itself. The same for the
+folder: all sandboxes have it, so by locks on it, or by watching it (inotify), they could talk to each other."""
 
 
 def volume_name(agent: bytes) -> str:
@@ -42,24 +43,32 @@ def filler_config(image: str, volume: str) -> dict[str, object]:
 
 async def fill(engine: EngineApi, filler: str, agent: bytes) -> bool:
     """Ensure that the volume holds the complete agent; True if it was written. Raises SandboxStartError."""
-    wanted = (MODE, agent)
-    if await engine.read_file(filler, AGENT) == wanted:
+    if await _is_good(engine, filler, agent):
         return False
-    await engine.call("PUT", f"/containers/{filler}/archive", query={"path": FOLDER}, content=_archive(agent))
-    if await engine.read_file(filler, AGENT) != wanted:
+    await engine.call("PUT", f"/containers/{filler}/archive", query={"path": "/"}, content=_archive(agent))
+    if not await _is_good(engine, filler, agent):
         raise SandboxStartError(
             f"the volume {volume_name(agent)} does not keep the agent that is written to it; is the engine's disk full?"
         )
     return True
 
 
+async def _is_good(engine: EngineApi, filler: str, agent: bytes) -> bool:
+    folder = await engine.stat(filler, FOLDER)
+    has_mode = folder is not None and folder["mode"] & 0o777 == MODE
+    return has_mode and await engine.read_file(filler, AGENT) == (MODE, agent)
+
+
 def _archive(agent: bytes) -> bytes:
-    whole = tarfile.TarInfo(f"agent-{uuid.uuid4().hex[:12]}")
+    whole = tarfile.TarInfo(f"{AGENT[1:]}-{uuid.uuid4().hex[:12]}")
     whole.size, whole.mode = len(agent), MODE
-    name = tarfile.TarInfo("agent")
+    name = tarfile.TarInfo(AGENT[1:])
     name.type, name.linkname, name.mode = tarfile.LNKTYPE, whole.name, MODE
+    folder = tarfile.TarInfo(FOLDER[1:])
+    folder.type, folder.mode = tarfile.DIRTYPE, MODE
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
+        archive.addfile(folder)
         archive.addfile(whole, io.BytesIO(agent))
         archive.addfile(name)
     return packed.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import json
 import os
@@ -164,6 +165,14 @@ class EngineApi:
 
     async def json(self, method: str, path: str, **options: Any) -> Any:
         return (await self.call(method, path, **options)).json()
+
+    async def stat(self, container: str, path: str) -> dict[str, Any] | None:
+        """Return what the engine tells of a path in a container (`size`, `mode`); None if it is missing."""
+        head = await self.call("HEAD", f"/containers/{container}/archive", query={"path": path}, accept=(404,))
+        if head.status_code == 404:
+            return None
+        told: dict[str, Any] = json.loads(base64.b64decode(head.headers["X-Docker-Container-Path-Stat"]))
+        return told
 
     async def read_file(self, container: str, path: str) -> tuple[int, bytes] | None:
         """Return mode and content of a file in a container; None if it is missing or no regular file."""

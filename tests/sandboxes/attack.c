@@ -411,6 +411,9 @@ int main(int count, char **words) {
     if (!strcmp(what, "lease")) return (int)lease(words[2]);
     if (!strcmp(what, "core")) return told(change_core());
     if (!strcmp(what, "connections")) return told(fill_connections((int)number));
+    if (!strcmp(what, "sync")) return told(syscall(SYS_sync));
+    if (!strcmp(what, "syncfs")) return told(syscall(SYS_syncfs, -1));
+    if (!strcmp(what, "core-scheduling")) return told(prctl(62, 1, 0, 0, 0));
     if (!strcmp(what, "aio")) return told(syscall(SYS_io_setup, 1, &(aio_context_t){0}));
     if (!strcmp(what, "page-policy")) return told(page_policy());
     if (!strcmp(what, "chain")) return told(chain((int)number, count > 3, count > 3 && !strcmp(words[3], "threads")));

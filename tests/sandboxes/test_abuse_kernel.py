@@ -32,6 +32,8 @@ def assert_refused(output: bytes) -> None:
     [
         ("io_uring",),
         ("aio",),
+        ("sync",),
+        ("core-scheduling",),
         ("page-policy",),
         ("bpf",),
         ("keyctl",),
@@ -149,10 +151,56 @@ def test_options_of_sockets_that_keep_memory_outside_of_all_limits_are_refused(p
     assert (result.stdout, result.stderr) == (b"", b"")
 
 
+LOCK = """
+import fcntl, os, sys, time
+held = []
+for place in [line.split()[1] for line in open("/proc/mounts")]:
+    try:
+        file = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        if not any(os.path.samestat(os.fstat(file), os.fstat(one)) for one in held):
+            held.append(file)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(place, "is locked")
+    except OSError:
+        pass
+print(len(held) > 5, flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("user", [None, "0:0"])
+def test_two_sandboxes_have_no_file_in_common_that_they_could_lock(docker: str, user: str | None) -> None:
+    """By locks, and by watching what the other opens, they could talk to each other."""
+
+    async def lock() -> None:
+        connected = await connect_provider(docker)
+        spec = SandboxSpec(user=user)
+        first, second = [await connected.open(spec, run="abuse", timeout_s=30) for _ in range(2)]
+        try:
+            async with first.stream(["python3", "-c", LOCK, "60"]) as stream:
+                told = await stream.next()
+                assert told is not None
+                assert told.data == b"True\n"
+                assert (await second.exec(["python3", "-c", LOCK, "0"])).stdout == b"True\n"
+        finally:
+            await asyncio.gather(first.close(), second.close())
+            await connected.close()
+
+    asyncio.run(lock())
+
+
 @pytest.mark.parametrize("kind", ["map", "file", "segment"])
 def test_huge_pages_of_the_machine_are_refused(provider: str, kind: str) -> None:
     """They are reserved for the machine's own programs, and no memory limit counts them."""
     assert attempt(provider, f"huge-{kind}").stdout == b"Operation not permitted\n"
+
+
+def test_nothing_of_the_machine_is_written_out_for_a_sandbox(provider: str) -> None:
+    """It would write out all that the machine has not written yet, and no timeout ends a program that waits for that.
+    For programs, which have nothing on a disk, it is done."""
+    assert attempt(provider, "syncfs").stdout == b"0\n"
+    assert shell(provider, "sync && sync -f /sandbox").exit_code == 0
 
 
 def test_code_inside_cannot_read_the_agent_program(provider: str) -> None:
