@@ -9,15 +9,18 @@
 #include <grp.h>
 #include <linux/capability.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
 #include <sys/syscall.h>
 #include <sys/sysmacros.h>
+#include <sys/wait.h>
 #include <sys/xattr.h>
 #include <unistd.h>
 
@@ -30,6 +33,7 @@
 
 enum { OVERLAY = 0x794c7630, TMPFS = 0x01021994 }; /* linux/magic.h */
 enum { MAX_MOUNTS = 256, PATH_SIZE = 4096, DEEPEST = 200, MOST_TRIES = 3, BLOCK = 4096 };
+enum { ROOM = 8 << 20, ROOM_US = 1000000 }; /* memory in the sandbox for the engine's program, which took less than 3 MB */
 
 static void must(bool done, const char *what) {
     if (done) return;
@@ -264,12 +268,37 @@ static bool is_plain(const char *path) {
     return plain;
 }
 
+static void take_room(void) {
+    int score = members_open("self/oom_score_adj", O_WRONLY);
+    if (score >= 0 && write(score, "1000", 4) < 0) close(score);
+    volatile char *memory = mmap(NULL, ROOM, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) _exit(1);
+    for (size_t at = 0; at < ROOM; at += BLOCK) memory[at] = 1;
+    _exit(0);
+}
+
+/* True if a child could take ROOM; it gives it back. Without it the engine's program would use up the memory, and the
+ * kernel end a stopped process: that continues others (PR_SET_PDEATHSIG, orphaned process groups). */
+static bool has_room(void) {
+    int status, got;
+    int64_t give_up = now_us() + ROOM_US;
+    pid_t child = fork();
+    if (child < 0) return false;
+    if (child == 0) take_room();
+    while ((got = waitpid(child, &status, WNOHANG)) == 0) {
+        if (now_us() >= give_up) kill(child, SIGKILL);
+        usleep(1000);
+    }
+    return got == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
 /* Stops every process before the engine runs root_keep, so that the checked files do not change. */
 void root_pause(uint32_t channel) {
-    for (int tries = 1; !members_pause(true); tries++) { /* a process may wait for a child stopped before exec */
+    /* A process may wait for a child stopped before exec; has_room may have let one continue. */
+    for (int tries = 1; !members_pause(true) || !has_room() || !members_pause(true); tries++) {
         members_pause(false);
         if (tries == MOST_TRIES) {
-            send_error(channel, EBUSY, "what runs in it does not stop");
+            send_error(channel, EBUSY, "what runs in it does not stop, or leaves no memory");
             return;
         }
         usleep(10000);

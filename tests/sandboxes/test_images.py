@@ -368,6 +368,26 @@ def test_what_would_wake_itself_while_all_has_to_stand_still_is_not_forked(docke
     assert asyncio.run(fork()) == b"here\n"
 
 
+def test_what_wakes_when_the_engine_uses_up_the_memory_is_not_forked(docker: str) -> None:
+    """The kernel then ended a stopped process, whose child went on and put a pipe where the engine reads."""
+    spec = SandboxSpec(writable_root=True, user="0:0", memory_mb=128)
+
+    async def fork() -> bytes:
+        async with open_sandbox(spec, provider="docker") as sandbox:
+            await sandbox.write("/root/attack", attack_program(), mode=0o755)
+            async with sandbox.stream(["/root/attack", "wake-by-memory"]) as stream:
+                told = await stream.next()
+                assert told is not None
+                assert told.data == b"full\n"
+                async with asyncio.timeout(20):
+                    with pytest.raises(SandboxFileError, match=r"leaves no memory|is no plain file"):
+                        await sandbox.snapshot()
+            await sandbox.kill_all()
+            return (await sandbox.exec("echo here")).stdout
+
+    assert asyncio.run(fork()) == b"here\n"
+
+
 def test_after_a_fork_what_was_stopped_before_is_still_stopped_and_nothing_else(docker: str) -> None:
     async def fork() -> list[str]:
         async with open_sandbox(SandboxSpec(writable_root=True, user="0:0"), provider="docker") as sandbox:
