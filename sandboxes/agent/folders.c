@@ -143,28 +143,24 @@ static int open_folder(const char *path) { return open(path, O_RDONLY | O_DIRECT
 static void restore(const char *path, mode_t mode, int flags) {
     if (chmod(path, mode | 0700) < 0) return; /* owned by another user, so code inside cannot have changed it */
     int fd = open_folder(path);
-    if (fd < 0) return;
-    if (flags >= 0 && flags_of(fd) != flags) ioctl(fd, FS_IOC_SETFLAGS, &flags);
-    fchmod(fd, mode);
-    futimens(fd, NULL);
-    close(fd);
+    if (fd >= 0 && flags >= 0 && flags_of(fd) != flags) ioctl(fd, FS_IOC_SETFLAGS, &flags);
+    if (fd >= 0) close(fd);
+    chmod(path, mode);
+    utimensat(AT_FDCWD, path, NULL, 0);
 }
 
 static void describe(const char *path) {
     struct stat status;
     int fd = open_folder(path);
-    if (fd < 0 || fstat(fd, &status) < 0) {
-        printf("%s\n", strerror(errno));
-        if (fd >= 0) close(fd);
-        return;
-    }
-    printf("%o %ld %u:%u\n", status.st_mode & 07777, flags_of(fd), status.st_uid, status.st_gid);
-    close(fd);
+    if (lstat(path, &status) < 0 || (fd < 0 && S_ISDIR(status.st_mode))) printf("%s\n", strerror(errno));
+    else printf("%o %ld %u:%u\n", status.st_mode & 07777, flags_of(fd), status.st_uid, status.st_gid);
+    if (fd >= 0) close(fd);
 }
 
 /* `agent --folders [--restore MODE FLAGS PATH] ... PATH ...`: prints a line for each PATH, a folder that a sandbox may
- * write to: mode, inode flags, owner (confine.c allows no extended attributes). `--restore` restores mode and flags, and
- * sets the times to now. The caller compares the lines to detect a failed restore. */
+ * write to or a device that its user may own: mode, inode flags, owner (confine.c allows no extended attributes).
+ * `--restore` restores mode and flags, and sets the times to now. The caller compares the lines to detect a failed
+ * restore. */
 int folders(int count, char **words) {
     for (int i = 0; i < count; i++) {
         if (!strcmp(words[i], "--restore") && i + 3 < count) {

@@ -14,6 +14,8 @@ from roll_flash.sandboxes.result import ExecResult
 from roll_flash.sandboxes.spec import SandboxSpec
 
 WRITABLE = ("/tmp", "/dev/shm", "/dev/mqueue")
+TERMINALS = ("/dev/pts", "/dev/pts/ptmx")
+"""They belong to the user of a local sandbox, who may change their modes and times, but add nothing."""
 TIMEOUT_S = 5.0
 MAX_OUTPUT_BYTES = 1 << 16
 LEFTOVERS_COMMAND = (
@@ -32,8 +34,11 @@ def is_reusable(spec: SandboxSpec) -> bool:
 
 
 async def describe_folders(connection: AgentConnection, spec: SandboxSpec, *words: str) -> bytes:
-    """Return a line per writable folder: mode, flags, owner; empty on failure. Raises SandboxError."""
-    told = await _run(connection, spec, [AGENT, "--folders", *words, *_folders(spec)])
+    """Return a line per writable folder, and of the terminals: mode, flags, owner; empty on failure.
+
+    Raises SandboxError.
+    """
+    told = await _run(connection, spec, [AGENT, "--folders", *words, *_folders(spec), *TERMINALS])
     return told.stdout if told.exit_code == 0 else b""
 
 
@@ -69,7 +74,7 @@ async def _run(connection: AgentConnection, spec: SandboxSpec, command: str | li
 
 def _restoring(spec: SandboxSpec, folders: bytes) -> list[str]:
     words: list[str] = []
-    for path, line in zip(_folders(spec), folders.decode().splitlines(), strict=True):
+    for path, line in zip((*_folders(spec), *TERMINALS), folders.decode().splitlines(), strict=True):
         mode, flags, *_ = line.split(" ")
         if mode.isdigit():  # else the folder does not exist
             words += ["--restore", mode, flags, path]

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from roll_flash.cli.main import main
 from roll_flash.sandboxes import Sandbox, SandboxPool, SandboxSpec, SandboxSpecError
+from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.conformance import run_checks
 from roll_flash.sandboxes.docker import provider as docker_provider
 from roll_flash.sandboxes.docker.container_config import volume_paths
@@ -285,6 +286,19 @@ def reads_nothing_of_the_first(provider: str, spec: SandboxSpec) -> None:
                 return (await sandbox.exec(look)).stdout_text
 
     assert asyncio.run(lease_twice()) == ""
+
+
+def test_with_reuse_terminals_are_as_new_for_the_next_lease(provider: str) -> None:
+    """In a local sandbox they belong to its user, who could leave text in their times, or take them away."""
+
+    async def leave(sandbox: Sandbox) -> bytes:
+        changed = await sandbox.exec("touch -d @86400.5 /dev/pts/ptmx; chmod 123 /dev/pts /dev/pts/ptmx")
+        assert changed.ok == (provider == "local")
+        assert isinstance(sandbox, AgentSandbox)
+        assert await sandbox.reset()
+        return (await sandbox.exec("cd /dev/pts; stat -c %a . ptmx; stat -c %y . ptmx | grep ^1970")).stdout
+
+    assert within(provider, leave) == b"755\n666\n"
 
 
 @pytest.mark.parametrize("what", ["inotify", "timer", "pipe", "rights"])
