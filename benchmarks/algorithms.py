@@ -19,6 +19,7 @@ from typing import Any
 
 from machine import machine
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from quickstart import train
 
 ROOT = Path(__file__).parents[1]
@@ -85,6 +86,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         for row in (row for row in rows if row["algorithm"] == name):
             panel.plot(range(1, len(row["rewards"]) + 1), row["rewards"], label=f"seed {row['seed']}")
         panel.set(title=name, xlabel="step", ylim=(0, 1.02))
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.grid(alpha=0.3)
     first = figure.axes[0]
     first.set_ylabel("mean reward")
@@ -97,7 +99,7 @@ def save(row: dict[str, Any]) -> None:
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     rows = [other for other in rows if (other["algorithm"], other["seed"]) != (row["algorithm"], row["seed"])]
     rows = sorted([*rows, row], key=lambda row: (list(ALGORITHMS).index(row["algorithm"]), row["seed"]))
-    path.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"machine": row["machine"], "rows": rows}, indent=1) + "\n")
     path.with_suffix(".md").write_text(as_page(rows))
     draw(rows, path.with_suffix(".png"))
 

@@ -79,6 +79,18 @@ def _learned(found: Any) -> str:
     )
 
 
+def _algorithms(found: Any) -> str:
+    """Held-out success of the worst run of each algorithm, and the steps it took."""
+    runs: dict[str, list[Any]] = {}
+    for row in found["rows"]:
+        runs.setdefault(row["algorithm"], []).append(row)
+    worst = {name: min(rows, key=lambda row: row["after"]["value"]) for name, rows in runs.items()}
+    return ", ".join(
+        f"{name} {row['before']['value']:.2f} → {row['after']['value']:.2f} in {len(row['rewards'])} steps"
+        for name, row in worst.items()
+    )
+
+
 def _textworld(found: Any) -> str:
     row = found["rows"][0]
     gain = row["difference"]
@@ -189,6 +201,13 @@ PAPERS = {
 OURS = [
     Claim("the quickstart learns on two cores", "", "quickstart", _learned, "SmolLM2-135M, five seeds"),
     Claim("a jsonl of one's own, by YAML alone", "", "own_data", _learned, "SmolLM2-135M, three seeds"),
+    Claim(
+        "critic, distillation, ratios per turn and M2PO learn the quickstart's task",
+        "",
+        "algorithms",
+        _algorithms,
+        "SmolLM2-135M, the worse of two seeds, beside other work",
+    ),
     Claim(
         "TextWorld Commonsense, one thing to put away",
         "",
