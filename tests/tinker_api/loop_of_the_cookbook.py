@@ -34,7 +34,7 @@ class DigitsDatasetBuilder(ArithmeticDatasetBuilder):
         return DigitsDataset(self.batch_size, renderer, self.group_size, self.n_batches), None
 
 
-def config(folder: Path, model: str, steps: int = 10) -> Config:
+def config(folder: Path, model: str, steps: int = 20) -> Config:
     tasks = DigitsDatasetBuilder(
         batch_size=4, model_name_for_tokenizer=model, renderer_name="role_colon", n_batches=steps, group_size=8
     )
