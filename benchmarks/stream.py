@@ -54,7 +54,7 @@ from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.packing.sequences import PlannedTrajectory, prepare_groups, row_parts, share_out
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.models.prepare import resolve_model
-from roll_flash.processes.garbage import rare_collections
+from roll_flash.processes.garbage import long_lived_process
 from roll_flash.processes.ray.local_ray import local_ray
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.turns import TurnBook
@@ -538,7 +538,7 @@ async def measure(
     quick: bool, peer: Callable[[], float] | None
 ) -> tuple[list[Figure], int, list[Timeline], list[Timeline]]:
     rows, repeats = (1024, 2) if quick else (8192, REPEATS)
-    with rare_collections():  # as in the driver and the workers of a run
+    with long_lived_process():  # as in the driver and the workers of a run
         ours = await measure_rows(rows, repeats, peer)
     hidden = await judge_hidden(0.05 if quick else 1.0)
     async with local_ray(RayConfig(num_cpus=4)):
