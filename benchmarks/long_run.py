@@ -89,6 +89,7 @@ def look(process: psutil.Process) -> dict[str, float]:
         found["memory of all, MiB"] += memory / 1024
         found["file descriptors"] += descriptors
         found["threads"] += threads
+        found[f"threads of {part_of(command)}"] += threads
         found["processes"] += 1
     shm = os.statvfs("/dev/shm")
     found["/dev/shm, MiB"] = (shm.f_blocks - shm.f_bfree) * shm.f_frsize / MIB

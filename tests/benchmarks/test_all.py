@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -49,3 +52,45 @@ def test_every_result_has_a_benchmark_that_makes_it(all_benchmarks: ModuleType) 
     assert {name for name in results if not name.startswith("gpu-")} <= made | kept
     for one in all_benchmarks.BENCHMARKS:
         assert (BENCHMARKS / one.arguments[0]).is_file()
+
+
+def imported(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield (module, name) of each `from MODULE import NAME`, in functions too."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.module, each.name) for each in node.names)
+
+
+def test_a_benchmark_imports_what_exists() -> None:
+    own = ("roll_flash", "tests", *(file.stem for file in BENCHMARKS.glob("*.py")))
+    missing, count = [], 0
+    for file in sorted(BENCHMARKS.glob("**/*.py")):
+        for module, name in imported(file):
+            if module.partition(".")[0] in own:
+                count += 1
+                if not exists(module, name):
+                    missing.append(f"{file.name}: {module}.{name}")
+    assert not missing
+    assert count > 100
+
+
+def exists(module: str, name: str) -> bool:
+    if (file := BENCHMARKS / f"{module}.py").is_file():  # read only, as it may need packages of others
+        return name in defined(file)
+    found = importlib.import_module(module)
+    return hasattr(found, name) or (
+        hasattr(found, "__path__") and importlib.util.find_spec(f"{module}.{name}") is not None
+    )
+
+
+def defined(file: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {each.asname or each.name for each in node.names}
+    return names
