@@ -1,8 +1,9 @@
 """Faults in every part of a run, at chosen moments, and what must hold after each of them.
 
-    python benchmarks/chaos.py [--faults 300] [--seed 0] [--minutes M] [--vllm] [--config FILE] [--json]
+    python benchmarks/chaos.py [--faults 300] [--seed 0] [--minutes M] [--vllm] [--config FILE]
+        [--disk-mib N] [--json]
     python benchmarks/chaos.py --quick [--json]
-    python benchmarks/chaos.py --case PART:FAULT:MOMENT:SEED ... [--vllm] [--config FILE] [--json]
+    python benchmarks/chaos.py --case PART:FAULT:MOMENT:SEED ... [--vllm] [--config FILE] [--disk-mib N] [--json]
 
 A run of the tiny model, or of another --config, with sandboxes, kept alive (`roll-flash train --keep-alive`), is hit
 again and again. The faults are drawn with the seed (`tests/chaos/faults.py`); `tests/chaos/campaign.py` says what must
@@ -14,7 +15,8 @@ again, so that several sittings add up to one result, in `benchmarks/results/cha
 The first thing that does not hold ends the sitting with the case in one line; it is also recorded, and added to
 `tests/chaos/regressions.txt`. `--case` repeats cases, `--quick` runs those of `tests/chaos/quick.txt` and the
 regressions; both write nothing. As root on Linux the run has a disk, a network and a Docker engine of its own (but for
-`--quick`). Without them, faults of these are left out.
+`--quick`). Without them, faults of these are left out. The disk is in memory, and must hold three checkpoints of the
+model (`--disk-mib`: 6600 for that of the quickstart).
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ sys.path[:0] = [str(ROOT)]
 
 from tests.chaos.campaign import CONFIG, BrokenError, Campaign, Outcome  # noqa: E402
 from tests.chaos.faults import Case, draw_cases, is_possible, read_cases  # noqa: E402
-from tests.chaos.surroundings import Surroundings, separate_from_the_machine  # noqa: E402
+from tests.chaos.surroundings import DISK_MIB, Surroundings, separate_from_the_machine  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 RECORD = RESULTS / "chaos.jsonl"
@@ -63,13 +65,16 @@ class Sitting:
     until: float = float("inf")
     """Time of `time.monotonic` at which no new fault is begun."""
     config: str = CONFIG
+    disk_mib: int = DISK_MIB
 
     def run(self) -> dict[str, Any]:
         """Return outcomes and books. Raises BrokenError with the case."""
         is_separate = separate_from_the_machine()
         with tempfile.TemporaryDirectory(prefix="c", ignore_cleanup_errors=True) as name:
             folder = Path(name)
-            surroundings = Surroundings(folder, is_separate=is_separate, own_engine=not self.is_quick)
+            surroundings = Surroundings(
+                folder, is_separate=is_separate, own_engine=not self.is_quick, disk_mib=self.disk_mib
+            )
             try:
                 return self._hit(folder, surroundings)
             finally:
@@ -155,12 +160,12 @@ def engine_of(vllm: bool, config: str) -> str:
     return (VLLM if vllm else TINY) + ("" if config == CONFIG else f", {config}")
 
 
-def name_of(config: str) -> str:
+def name_of(vllm: bool, config: str) -> str:
     """Return the name of the result of a campaign."""
-    return "chaos" if config == CONFIG else f"chaos_{Path(config).stem}"
+    return "chaos" + ("" if config == CONFIG else f"_{Path(config).stem}") + ("_vllm" if vllm else "")
 
 
-def summary(lines: Sequence[dict[str, Any]], seed: int, engine: str) -> dict[str, Any]:
+def summary(lines: Sequence[dict[str, Any]], seed: int, engine: str, command: str) -> dict[str, Any]:
     """Return the result of all sittings."""
     outcomes = [line for line in lines if "part" in line]
     sittings: dict[str, dict[str, Any]] = {}
@@ -181,6 +186,7 @@ def summary(lines: Sequence[dict[str, Any]], seed: int, engine: str) -> dict[str
         "machine": outcomes[-1]["machine"] if outcomes else machine(),
         "seed": seed,
         "engine": engine,
+        "command": command,
         "faults": len(outcomes),
         "rows": rows(outcomes),
         "moments": dict(moments),
@@ -208,7 +214,7 @@ def save(result: dict[str, Any], name: str) -> None:
     where += f"{mean['recovered_s']:g}, checks {mean['checked_s']:g}"
     text = [
         "# Faults",
-        f"`python benchmarks/chaos.py --seed {result['seed']}`: {result['faults']} faults in runs with "
+        f"`{result['command']}`: {result['faults']} faults in runs with "
         f"{result['engine']} and Docker sandboxes. A fault is counted when the run has trained a step after it and "
         "`roll-flash verify` has found nothing wrong. `benchmarks/results/chaos.jsonl` has each of them.",
         table(result["rows"]),
@@ -219,9 +225,13 @@ def save(result: dict[str, Any], name: str) -> None:
     (RESULTS / f"{name}.md").write_text("\n\n".join(text) + "\n")
 
 
-def carry_on(seed: int, faults: int, *, vllm: bool, minutes: float, config: str = CONFIG) -> dict[str, Any]:
+def carry_on(
+    seed: int, faults: int, *, vllm: bool, minutes: float, config: str = CONFIG, disk_mib: int = DISK_MIB
+) -> dict[str, Any]:
     """Run what is left of a campaign, and return the result of all its sittings. Raises BrokenError."""
     engine = engine_of(vllm, config)
+    command = f"python benchmarks/chaos.py --faults {faults} --seed {seed}" + " --vllm" * vllm
+    command += ("" if config == CONFIG else f" --config {config}") + f" --disk-mib {disk_mib}" * (disk_mib != DISK_MIB)
     done = sum("part" in line for line in read_record(seed, engine))
     began = datetime.now(UTC).isoformat(timespec="seconds")
     header = {"sitting": began, "commit": commit(), "machine": machine(), "engine": engine, "seed_of_campaign": seed}
@@ -232,14 +242,15 @@ def carry_on(seed: int, faults: int, *, vllm: bool, minutes: float, config: str 
         record=recorder(header),
         until=time.monotonic() + 60 * minutes,
         config=config,
+        disk_mib=disk_mib,
     )
     try:
         if done < faults:
             sitting.run()
     finally:
-        result = summary(read_record(seed, engine), seed, engine)
+        result = summary(read_record(seed, engine), seed, engine, command)
         if result["faults"]:
-            save(result, name_of(config))
+            save(result, name_of(vllm, config))
     return result
 
 
@@ -251,6 +262,7 @@ def main() -> None:
     parser.add_argument("--case", nargs="+", default=[], type=Case.parse, metavar="PART:FAULT:MOMENT:SEED")
     parser.add_argument("--vllm", action="store_true", help="vLLM in the place of the engine for tiny models")
     parser.add_argument("--config", default=CONFIG, help="what is trained, such as configs/quickstart.yaml")
+    parser.add_argument("--disk-mib", type=int, default=DISK_MIB, help="size of the run's disk, which is in memory")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -265,6 +277,7 @@ def main() -> None:
                 arguments.quick,
                 record=lambda line: print(json.dumps(line), file=sys.stderr, flush=True),
                 config=arguments.config,
+                disk_mib=arguments.disk_mib,
             ).run()
             result = {"benchmark": "chaos", "machine": machine(), "rows": rows(found["outcomes"]), **found}
         else:
@@ -274,6 +287,7 @@ def main() -> None:
                 vllm=arguments.vllm,
                 minutes=arguments.minutes,
                 config=arguments.config,
+                disk_mib=arguments.disk_mib,
             )
     except BrokenError as error:
         sys.exit(f"BROKEN: {error}")

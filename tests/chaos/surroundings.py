@@ -53,10 +53,11 @@ def run(*words: str, check: bool = True) -> subprocess.CompletedProcess[bytes]:
 class Surroundings:
     """Folders and environment of a run, and context managers that break one of `has` inside a block.
 
-    `runs` is on a disk of its own; with `own_engine` sandboxes run in a Docker engine of their own.
+    `runs` is on a disk of its own, of `disk_mib` in memory; with `own_engine` sandboxes run in a Docker engine of
+    their own.
     """
 
-    def __init__(self, folder: Path, *, is_separate: bool, own_engine: bool = False) -> None:
+    def __init__(self, folder: Path, *, is_separate: bool, own_engine: bool = False, disk_mib: int = DISK_MIB) -> None:
         self.runs = folder / "runs"
         self.runs.mkdir()
         self.has = {"sandbox", "answers", "clock"}
@@ -76,7 +77,7 @@ class Surroundings:
         try:
             if is_separate:
                 self.has |= {"network"} if shutil.which("iptables") else set()
-                self.has |= {"disk"} if self._make_disk(folder) else set()
+                self.has |= {"disk"} if self._make_disk(folder, disk_mib) else set()
             if own_engine:
                 self._make_engine()
         except BaseException:
@@ -86,15 +87,15 @@ class Surroundings:
     def close(self) -> None:
         self._stack.close()
 
-    def _make_disk(self, folder: Path) -> bool:
+    def _make_disk(self, folder: Path, disk_mib: int) -> bool:
         """A file system in a file in memory: ext4 can be frozen, and its files made unchangeable."""
         memory = folder / "memory"
         memory.mkdir()
-        run("mount", "-t", "tmpfs", "-o", f"size={DISK_MIB + 50}m", "chaos", str(memory))
+        run("mount", "-t", "tmpfs", "-o", f"size={disk_mib + 50}m", "chaos", str(memory))
         self._stack.callback(run, "umount", "-l", str(memory))
         image = memory / "disk"
         with image.open("wb") as file:
-            file.truncate(DISK_MIB << 20)
+            file.truncate(disk_mib << 20)
         with suppress(subprocess.CalledProcessError, FileNotFoundError):
             run("mkfs.ext4", "-q", "-F", "-m", "0", str(image))
             run("mount", "-o", "loop,noatime,discard", str(image), str(self.runs))

@@ -88,8 +88,10 @@ def test_a_campaign_of_another_config_has_a_result_of_its_own(
     for config, faults in ((chaos.CONFIG, 3), ("configs/quickstart.yaml", 2)):
         assert chaos.carry_on(3, faults, vllm=True, minutes=60.0, config=config)["faults"] == faults
     assert configs == [chaos.CONFIG, "configs/quickstart.yaml"]
-    assert json.loads((tmp_path / "chaos.json").read_text())["faults"] == 3
-    assert "vLLM, configs/quickstart.yaml and Docker sandboxes" in (tmp_path / "chaos_quickstart.md").read_text()
+    assert json.loads((tmp_path / "chaos_vllm.json").read_text())["faults"] == 3
+    page = (tmp_path / "chaos_quickstart_vllm.md").read_text()
+    assert "vLLM, configs/quickstart.yaml and Docker sandboxes" in page
+    assert "--faults 2 --seed 3 --vllm --config configs/quickstart.yaml`" in page
 
 
 def test_a_campaign_of_another_seed_or_engine_begins_anew(chaos: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
