@@ -60,8 +60,8 @@ BENCHMARKS = [
     Benchmark("rollout", ("rollout.py",)),
     Benchmark("chaos", ("chaos.py",), full=("--faults", "300")),
     Benchmark(
-        "chaos_quickstart",
-        ("chaos.py", "--vllm", "--config", "configs/quickstart.yaml"),
+        "chaos_quickstart_vllm",
+        ("chaos.py", "--vllm", "--config", "configs/quickstart.yaml", "--disk-mib", "8000"),
         has_quick=False,
         full=("--faults", "20"),
     ),

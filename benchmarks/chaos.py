@@ -16,7 +16,7 @@ The first thing that does not hold ends the sitting with the case in one line; i
 `tests/chaos/regressions.txt`. `--case` repeats cases, `--quick` runs those of `tests/chaos/quick.txt` and the
 regressions; both write nothing. As root on Linux the run has a disk, a network and a Docker engine of its own (but for
 `--quick`). Without them, faults of these are left out. The disk is in memory, and must hold three checkpoints of the
-model (`--disk-mib`: 6600 for that of the quickstart).
+model (`--disk-mib`: 8000 for that of the quickstart).
 """
 
 from __future__ import annotations

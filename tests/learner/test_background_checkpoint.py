@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -156,8 +157,10 @@ def test_one_is_written_at_a_time_and_the_newest_stay(tiny_model: Path, run_dir:
 
 
 def test_a_full_disk_is_heard_at_once_and_leaves_the_checkpoint_before_as_the_newest(
-    tiny_model: Path, run_dir: RunDir
+    tiny_model: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Mock(free=100_000))
+
     async def use(run: Run) -> None:
         await step(run.learner)
         await run.writer.begin()
@@ -174,6 +177,7 @@ def test_a_full_disk_is_heard_at_once_and_leaves_the_checkpoint_before_as_the_ne
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert isinstance(run.failure.error, CheckpointError)
         assert "cannot be written" in str(run.failure.error)
+        assert "its disk is full (0.1 MiB left): free some" in str(run.failure.error)
         assert run.files() == ["step_1"]
 
     during_a_run(tiny_model, run_dir, use)

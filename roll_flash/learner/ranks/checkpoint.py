@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import pickle
+import shutil
 from collections.abc import Collection
 from concurrent.futures import Future
 from enum import Enum, EnumMeta
@@ -37,6 +38,8 @@ from roll_flash.models.adapter import write_adapter
 from roll_flash.run.checkpoints.folder import new_folder
 from roll_flash.run.run_dir import Checkpoint, find_checkpoint, require_new, require_undamaged
 
+FULL_BYTES = 16 << 20
+"""A disk with less than this is called full when a write has failed."""
 _AVERAGE, _MODEL = "average", "model."
 
 
@@ -92,7 +95,7 @@ def begin_write(
         state = {"model": trained, "optimizer": moments} | ({} if average is None else {_AVERAGE: average.state()})
         started = dcp.async_save(state, checkpoint_id=folder, process_group=group)
     except (CheckpointException, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{folder}: cannot be written: {_last_line(error)}") from None
+        raise CheckpointError(f"{folder}: cannot be written: {_why_not(error, folder)}") from None
     assert isinstance(started, Future)
     return started
 
@@ -102,7 +105,7 @@ def finish_write(folder: Path, writing: Future[Any]) -> None:
     try:
         writing.result()
     except (CheckpointException, OSError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: cannot be written: {_last_line(error)}") from None
+        raise CheckpointError(f"{folder}: cannot be written: {_why_not(error, folder)}") from None
 
 
 def read_state(
@@ -139,6 +142,16 @@ def read_state(
         torch.set_rng_state(random_state["cpu"])
         if torch.cuda.is_available() and random_state["cuda"]:
             torch.cuda.set_rng_state_all(random_state["cuda"])
+
+
+def _why_not(error: BaseException, folder: Path) -> str:
+    """On a full disk torch reports a wrong position in the file, so say how little is left."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        free = FULL_BYTES
+    left = f"; its disk is full ({free / 2**20:.1f} MiB left): free some" if free < FULL_BYTES else ""
+    return _last_line(error) + left
 
 
 def _last_line(error: BaseException) -> str:
