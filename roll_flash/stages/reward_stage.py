@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from roll_flash.chat.judge import Judge, mark_of
 from roll_flash.config.sections.stages import StageConfig
 from roll_flash.config.tree import Config
-from roll_flash.config.user_code import load_module
+from roll_flash.config.user_code import load_function
 from roll_flash.errors import ConfigError, ModelError, RollFlashError
 from roll_flash.monitor.episodes import own_answers
 from roll_flash.processes.background import call_in_thread
@@ -50,11 +50,11 @@ def make_stage(stage: StageConfig) -> RewardStage:
 
 def _bound(stage: StageConfig) -> Any:
     """Return the class of a stage. Raises ConfigError if it lacks `score` or does not accept `kwargs`."""
-    known = f"known are {', '.join(BUILT_IN)} and module:Class"
-    source, colon, name = BUILT_IN.get(stage.entry_point, stage.entry_point).partition(":")
-    if not colon or not source or not name:
+    reference = BUILT_IN.get(stage.entry_point, stage.entry_point)
+    if ":" not in reference:
+        known = f"known are {', '.join(BUILT_IN)} and module:Class"
         raise ConfigError(f"stage {stage.name}: there is no entry point {stage.entry_point!r}; {known}")
-    found: Any = getattr(_module(stage, source), name, None)
+    found = load_function(reference, f"stage {stage.name}: entry_point")
     if not callable(getattr(found, "score", None)):
         raise ConfigError(f"stage {stage.name}: {stage.entry_point} is no class with a method `score`")
     try:
@@ -64,13 +64,6 @@ def _bound(stage: StageConfig) -> Any:
         takes = ", ".join(str(each).split(":")[0] for each in parameters) or "nothing"
         raise ConfigError(f"stage {stage.name}: kwargs: {error}; {stage.entry_point} takes {takes}") from None
     return found
-
-
-def _module(stage: StageConfig, source: str) -> Any:
-    try:
-        return load_module(source)
-    except ConfigError as error:
-        raise ConfigError(f"stage {stage.name}: {error}") from None
 
 
 def _call(stage: StageConfig, factory: Any) -> Any:

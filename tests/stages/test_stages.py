@@ -219,9 +219,9 @@ def test_stages_are_applied_in_their_order() -> None:
     ("settings", "says"),
     [
         ({"entry_point": "judg"}, "no entry point 'judg'; known are judge, reward_model"),
-        ({"entry_point": f"{SCORERS}:Nothing"}, "no class with a method `score`"),
+        ({"entry_point": f"{SCORERS}:Lettrs"}, f"'{SCORERS}:Lettrs': {SCORERS} has no 'Lettrs'"),
         ({"entry_point": f"{SCORERS}:NoScore"}, "no class with a method `score`"),
-        ({"entry_point": "no_such_module:A"}, "stage mine: No module named 'no_such_module'"),
+        ({"entry_point": "no_such_module:A"}, "stage mine: entry_point 'no_such_module:A': No module named"),
         ({"entry_point": f"{SCORERS}:Letters", "kwargs": {"lettr": "a"}}, "unexpected keyword argument 'lettr'"),
         ({"entry_point": "judge", "kwargs": {"model": "m"}}, "missing a required argument: 'endpoint'"),
         ({"entry_point": "reward_model", "kwargs": {"path": "/no/such"}}, "/no/such: no such model folder"),
