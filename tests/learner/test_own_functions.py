@@ -136,6 +136,10 @@ def finite_in_float64(tokens: PolicyTokens) -> torch.Tensor:
     return 0.01 * ratio**2 - ratio * tokens.advantages
 
 
+def log_of_an_advantage(tokens: PolicyTokens) -> torch.Tensor:
+    return -tokens.logprobs * tokens.advantages.log()
+
+
 def without_gradient(tokens: PolicyTokens) -> TokenLoss:
     return TokenLoss(-tokens.logprobs.detach() * tokens.advantages, {})
 
@@ -151,6 +155,7 @@ def without_gradient(tokens: PolicyTokens) -> TokenLoss:
         (with_the_token_before, "the loss of a token changes where the tokens of a sequence are not next"),
         (by_the_size_of_advantages, "is not finite where an advantage is 0"),
         (distance_to_the_proximal_policy, "is not finite where the proximal policy is the policy"),
+        (log_of_an_advantage, "is not finite, on tokens with nothing unusual"),
         (without_gradient, "has no gradient"),
         (
             lambda tokens: -(tokens.logprobs * tokens.advantages).mean(),
