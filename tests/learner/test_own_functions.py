@@ -85,6 +85,17 @@ def test_a_figure_of_a_loss_does_not_replace_one_of_the_step(tiny_model: Path, m
     assert [result.metrics[f"loss/{name}"] for name in ("sequences", "entropy")] == pytest.approx([0.5, 0.5])
 
 
+def test_a_figure_of_a_loss_may_be_missing_in_some_rows(tiny_model: Path, mine: Path) -> None:
+    mine.write_text(
+        "from roll_flash.learner.losses.policy import TokenLoss\n"
+        "def loss(tokens):\n"
+        "    good = tokens.advantages > 0\n"
+        "    return TokenLoss(-tokens.advantages * tokens.logprobs, {'good_fraction': good} if good.any() else {})\n"
+    )
+    _, result = trained(tiny_model, [GROUPS], loss={"name": "mine.py:loss"}, micro_batch_tokens=1)
+    assert 0 < result.metrics["good_fraction"] < 1
+
+
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_the_losses_of_the_project_pass(name: str) -> None:
     check_loss(LOSSES[name])
@@ -198,6 +209,7 @@ def test_an_advantage_that_fails_in_a_run_is_one_line(tiny_model: Path, mine: Pa
         ({"advantage": "rlo"}, "did you mean 'rloo'"),
         ({"loss": {"name": "tis", "params": {"clip": 1}}}, "params are for a function of yours"),
         ({"loss": {"name": "a.py:loss", "clip_low": 0.1}}, "clip_low is not read by a.py:loss; write it into"),
+        ({"loss": {"name": "a.py:loss", "params": {"sequence_cap": 2}}}, "sequence_cap would not reach a.py:loss"),
         ({"advantage": "a.py:f", "normalize_advantage": "group"}, "use none or batch"),
     ],
 )

@@ -122,6 +122,8 @@ class LossConfig(Section):
         own = is_own(self.name)
         if self.params and not own:
             raise ValueError(f"params are for a function of yours; {self.name} has keys of its own, such as clip_low")
+        if taken := sorted(_REJECTION & self.params.keys()):
+            raise ValueError(f"params: {taken[0]} would not reach {self.name}; write it beside params")
         for key, field in type(self).model_fields.items():
             if key in ("name", "params", *_OF_ANY_LOSS) or getattr(self, key) == field.default:
                 continue

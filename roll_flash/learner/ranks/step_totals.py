@@ -137,7 +137,7 @@ class StepTotals:
         behavior = np.concatenate([record.behavior_logprobs for record in self._records])
         ages = version - np.concatenate([record.versions for record in self._records])
         after_updates = np.concatenate([record.after_updates for record in self._records])
-        names = {name for record in self._records for name in record.indicators}
+        names = set.intersection(*(set(record.indicators) for record in self._records))  # a loss may leave some out
         indicators = {name: np.concatenate([r.indicators[name] for r in self._records]) for name in sorted(names)}
         entropies = np.concatenate([record.entropies for record in self._records])
         return off_policy_metrics(logprobs, behavior, entropies) | by_staleness(
