@@ -46,13 +46,14 @@ def tensors(seed: int = 0, shape: tuple[int, int] = (4, 7)) -> dict[str, Tensor]
         return low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)
 
     logprobs = uniform(-3, -0.2)
-    return {
+    found = {
         "logprobs": logprobs,
         "prox_logprobs": logprobs + uniform(-0.5, 0.5),
         "behavior_logprobs": logprobs + uniform(-1, 1),
         "advantages": uniform(-2, 2),
         "mask": torch.rand(shape, generator=generator) < 0.7,
     }
+    return found | {"turn_ids": turns_of(found["mask"])}
 
 
 def turns_of(mask: Tensor) -> Tensor:
@@ -199,7 +200,8 @@ def test_gspo_is_its_own_paper_where_a_sequence_has_one_advantage() -> None:
 @pytest.mark.parametrize(("name", "params"), VARIANTS)
 @pytest.mark.parametrize("far", [-9999.0, 500.0])
 def test_a_logprob_far_away_never_makes_a_loss_infinite(name: str, params: dict[str, Any], far: float) -> None:
-    data = {key: value.float() for key, value in tensors(2).items()} | {"mask": tensors(2)["mask"]}
+    given = tensors(2)
+    data = {key: value.float() if value.is_floating_point() else value for key, value in given.items()}
     data["behavior_logprobs"][:, :3] = far
     logprobs = data["logprobs"].clone().requires_grad_()
     output = policy_loss(name, **data | {"logprobs": logprobs}, **params)
@@ -218,6 +220,7 @@ def test_corrections_bound_the_ratio_itself_at_every_level(level: str) -> None:
         "prox_logprobs": data["prox_logprobs"],
         "behavior_logprobs": data["behavior_logprobs"],
         "mask": mask,
+        "turn_ids": data["turn_ids"],
         "level": level,
         "cap": 1.3,
         "floor": 0.8,
@@ -271,8 +274,8 @@ def test_a_ratio_of_turns_is_rolls_segment_ratio_in_value_and_gradient() -> None
 
 
 def test_packed_tokens_at_turn_level_must_say_which_turn_they_are_of() -> None:
-    packed = {key: value.reshape(-1) for key, value in tensors().items()}
-    with pytest.raises(ValueError, match="need turn_ids at turn level"):
+    packed = {key: value.reshape(-1) for key, value in tensors().items() if key != "turn_ids"}
+    with pytest.raises(ValueError, match="turn levels need turn_ids"):
         policy_loss("tis", **packed, correction_level="turn")
 
 
@@ -341,7 +344,6 @@ def test_packing_and_splitting_do_not_change_the_loss(name: str, params: dict[st
     whole = policy_loss(name, **data, **params).loss
     packed = {key: value.reshape(-1) for key, value in data.items()}
     packed["sequence_ids"] = torch.arange(4).repeat_interleave(7)
-    packed["turn_ids"] = turns_of(data["mask"]).reshape(-1)
     assert policy_loss(name, **packed, **params).loss.item() == pytest.approx(whole.item())
     dense = {key: value[packed["mask"]] for key, value in packed.items()}
     mixed = torch.randperm(len(dense["mask"]), generator=torch.Generator().manual_seed(0))

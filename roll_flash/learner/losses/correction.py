@@ -58,27 +58,18 @@ def log_ratio(
     turn_ids: Tensor | None = None,
 ) -> Tensor:
     """Return the log-ratio at the given level, within +-MAX_ABS_LOG_RATIO; 0 where masked, even if inputs are NaN.
-
-    Turn levels need `turn_ids` (int64, from 0, over all sequences) where tensors are packed; with shape [B, T] they
-    are found from `mask`, as ROLL's `compute_segment_masked_mean` does.
-    """
+    Turn levels need `turn_ids` (int64, from 0, over all sequences)."""
     if level not in get_args(CorrectionLevel):
         raise ValueError(f"unknown correction level {level!r}: use one of {', '.join(get_args(CorrectionLevel))}")
     ratio = torch.where(mask, numerator, 0.0) - torch.where(mask, denominator, 0.0)
     if level != "token":
         part, _, mean = level.partition("_")
-        ids = sequence_ids if part == "sequence" else _turn_ids(mask) if turn_ids is None else turn_ids
+        if part == "turn" and turn_ids is None:
+            raise ValueError("turn levels need turn_ids")
+        ids = sequence_ids if part == "sequence" else turn_ids
         combine = sequence_mean if mean else sequence_sum
         ratio = torch.where(mask, combine(ratio, mask, ids), 0.0)
     return ratio.clamp(-MAX_ABS_LOG_RATIO, MAX_ABS_LOG_RATIO)
-
-
-def _turn_ids(mask: Tensor) -> Tensor:
-    """Return [B, T]: the number of the last run of true values of a row that began here or before."""
-    if mask.ndim != 2:
-        raise ValueError("packed tensors [T] need turn_ids at turn level")
-    before = torch.nn.functional.pad(mask[:, :-1], (1, 0))
-    return ((mask & ~before).reshape(-1).cumsum(0) - 1).clamp(min=0).reshape(mask.shape)
 
 
 @torch.no_grad()
