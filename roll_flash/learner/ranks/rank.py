@@ -250,18 +250,12 @@ class LearnerRank:
 
     def estimate_advantages(self) -> None:
         """Give all sequences that are kept their advantages and returns; with a critic only. A collective."""
-        critic = self._config.critic
-        names = [name for name, sequences in self._kept.items() for _ in sequences]
-        found = [
-            with_advantages(sequence, critic.discount, critic.gae_lambda)
-            for sequences in self._kept.values()
-            for sequence in sequences
-        ]
+        critic, kept = self._config.critic, self._kept.values()
+        found = [with_advantages(each, critic.discount, critic.gae_lambda) for of_one in kept for each in of_one]
         if AdvantageConfig.of(self._config).scale == "batch":
             found = whitened(found, self._sum)
-        self._kept.clear()
-        for name, sequence in zip(names, found, strict=True):
-            self._kept.setdefault(name, []).append(sequence)
+        rest = iter(found)
+        self._kept = {name: [next(rest) for _ in of_one] for name, of_one in self._kept.items()}
 
     def kept_log_ratios(self) -> NDArray[np.float32]:
         """Return the log-ratios of the kept tokens that `limit_second_moment` is about, in any order."""
