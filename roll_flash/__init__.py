@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roll_flash.chat.judge import Judge
+    from roll_flash.config.own_functions import advantage, loss, stage
     from roll_flash.config.tree import Config, load_config
     from roll_flash.envs.agents.session_access import AgentGateway
     from roll_flash.envs.base import Env, SandboxEnv, TextSpace
@@ -46,6 +47,9 @@ _HOMES = {
     "ToolEnv": "roll_flash.envs.tools.tool_env",
     "Judge": "roll_flash.chat.judge",
     "Rubric": "roll_flash.envs.rewards.functions",
+    "advantage": "roll_flash.config.own_functions",
+    "loss": "roll_flash.config.own_functions",
+    "stage": "roll_flash.config.own_functions",
     "make_env": "roll_flash.envs.registration",
     "register_env": "roll_flash.envs.registration",
     "reward": "roll_flash.envs.rewards.functions",
@@ -79,12 +83,15 @@ __all__ = [
     "TaskSource",
     "TextSpace",
     "ToolEnv",
+    "advantage",
     "evaluate",
     "load_config",
+    "loss",
     "make_env",
     "open_sandbox",
     "register_env",
     "reward",
+    "stage",
     "tool",
     "train",
 ]

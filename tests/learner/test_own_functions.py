@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 import torch
 import yaml
 
+import roll_flash
 from roll_flash.config.tree import load_config
+from roll_flash.config.user_code import load_function
 from roll_flash.dashboard.fates import _rules
 from roll_flash.errors import ConfigError, LearnerError
 from roll_flash.learner.losses.policy import LOSSES, PolicyTokens, TokenLoss, policy_loss
@@ -226,6 +229,34 @@ def test_the_start_check_names_key_and_function(mine: Path) -> None:
         _check_own_functions(learner_of({"learner": {"advantage": "mine.py:advantage"}}))
     with pytest.raises(ConfigError, match=r"learner.loss.name 'mine.py:other': .*has no 'other'"):
         _check_own_functions(learner_of({"learner": {"loss": {"name": "mine.py:other"}}}))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "@roll_flash.loss\ndef mine(): ...",
+            "mine.py:3: ConfigError: mine: a loss takes the tokens as its first argument",
+        ),
+        ("@roll_flash.advantage\ndef mine(*, rewards): ...", "an advantage takes the rewards as its first argument"),
+        ("@roll_flash.stage\ndef mine(): ...", "a stage takes the trajectories as its first argument"),
+        ("@roll_flash.stage\nclass mine: ...", "mine: a stage has a method `score`"),
+        ("mine = roll_flash.loss(5)", "5: a loss is a function of the tokens"),
+    ],
+)
+def test_a_decorator_names_the_line_of_what_cannot_be_called(mine: Path, code: str, message: str) -> None:
+    mine.write_text(f"import roll_flash\n\n{code}\n")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_function("mine.py:mine", "learner.loss.name")
+
+
+def test_what_is_decorated_is_as_it_was(mine: Path) -> None:
+    mine.write_text("import roll_flash\n\n@roll_flash.stage\nclass Kept:\n    def score(self, found): return [2.0]\n")
+    kept = load_function("mine.py:Kept", "stages")
+    assert kept.__name__ == "Kept"
+    assert kept().score(["a"]) == [2.0]
+    assert roll_flash.loss(check_loss) is check_loss
+    assert roll_flash.advantage(check_advantage) is check_advantage
 
 
 @pytest.mark.parametrize(("function", "learns"), [("rewards - rewards.mean()", False), ("rewards - 0.5", True)])

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+import roll_flash
 from roll_flash.types import Trajectory
 
 
@@ -19,6 +20,18 @@ class Letters:
     async def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
         texts = ["".join(turn.action for turn in trajectory.turns) for trajectory in trajectories]
         return [text.count(self._letter) / max(1, len(text)) for text in texts]
+
+
+@roll_flash.stage
+def share_of(trajectories: Sequence[Trajectory], *, letter: str) -> list[float]:
+    texts = ["".join(turn.action for turn in trajectory.turns) for trajectory in trajectories]
+    return [text.count(letter) / max(1, len(text)) for text in texts]
+
+
+@roll_flash.stage
+async def share_of_async(trajectories: Sequence[Trajectory], letter: str = "b") -> list[float]:
+    scores: list[float] = await Letters(letter).score(trajectories)
+    return scores
 
 
 class Misbehaving:

@@ -96,6 +96,12 @@ def test_scores_change_rewards_before_the_learner_sees_them(tmp_path: Path) -> N
     assert figures["balanced"] == 1
 
 
+@pytest.mark.parametrize("name", ["share_of", "share_of_async"])
+def test_a_function_is_a_stage(tmp_path: Path, name: str) -> None:
+    found, _ = run([stage(entry=name, kwargs={"letter": "a"})], [group("g")], tmp_path)
+    assert found == run([stage()], [group("g")], tmp_path)[0] == {"g": [1.5, 2.5, 3.5]}
+
+
 def test_every_score_is_written_down(tmp_path: Path) -> None:
     run([stage()], [group("g")], tmp_path)
     lines = list(read_lines(tmp_path / "stages.jsonl"))
@@ -223,6 +229,7 @@ def test_stages_are_applied_in_their_order() -> None:
         ({"entry_point": f"{SCORERS}:NoScore"}, "no class with a method `score`"),
         ({"entry_point": "no_such_module:A"}, "stage mine: entry_point 'no_such_module:A': No module named"),
         ({"entry_point": f"{SCORERS}:Letters", "kwargs": {"lettr": "a"}}, "unexpected keyword argument 'lettr'"),
+        ({"entry_point": f"{SCORERS}:share_of", "kwargs": {"lettr": "a"}}, "missing a required argument: 'letter'"),
         ({"entry_point": "judge", "kwargs": {"model": "m"}}, "missing a required argument: 'endpoint'"),
         ({"entry_point": "reward_model", "kwargs": {"path": "/no/such"}}, "/no/such: no such model folder"),
         ({"entry_point": "judge", "kwargs": {"endpoint": "http://x/v1", "model": "m", "best": 0}}, "at least 1"),
