@@ -20,6 +20,7 @@ from typing import Any
 from machine import machine
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from options import parse
 from quickstart import train
 
 ROOT = Path(__file__).parents[1]
@@ -110,11 +111,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
-    options = parser.parse_intermixed_args()
+    options, keys = parse(parser)
     only = {*options.only, *(["default"] if "distillation" in options.only else [])}  # the teacher
     names = [name for name in ALGORITHMS if name in only]
-    overrides = [*(QUICK if options.quick else ()), *options.overrides]
+    overrides = [*(QUICK if options.quick else ()), *keys]
     rows = []
     with tempfile.TemporaryDirectory() as runs:
         for seed in [0] if options.quick else options.seeds:

@@ -26,6 +26,7 @@ from typing import Any
 
 import psutil
 from machine import machine
+from options import parse
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -173,7 +174,7 @@ def main() -> None:
     parser.add_argument("--every-s", type=float, default=EVERY_S)
     parser.add_argument("--quick", action="store_true", help="one seed of the tiny model; writes nothing")
     parser.add_argument("--json", action="store_true")
-    options, words = parser.parse_known_args()
+    options, words = parse(parser)
     config, seeds, every_s = QUICKSTART, options.seeds, options.every_s
     if options.quick:
         config, seeds, every_s = QUICK, [0], QUICK_EVERY_S

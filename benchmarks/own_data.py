@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import machine
+from options import parse
 from quickstart import figures, table, train
 
 RESULTS = Path(__file__).parent / "results"
@@ -81,9 +82,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
-    arguments = parser.parse_intermixed_args()
-    overrides, seeds = list(arguments.overrides), arguments.seeds
+    arguments, keys = parse(parser)
+    overrides, seeds = keys, arguments.seeds
     if arguments.quick:
         tiny = ["model.path=tiny", "model.max_length=256", "steps=2", "eval.tasks=8", "scheduler.groups_per_step=2"]
         overrides, seeds = [*tiny, *overrides], [0]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import machine
+from options import parse
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -74,14 +75,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
-    arguments = parser.parse_intermixed_args()
+    arguments, keys = parse(parser)
     config, seeds = ("configs/ci.yaml", [0]) if arguments.quick else ("configs/quickstart.yaml", arguments.seeds)
     rows: list[dict[str, Any]] = []
     result = {"benchmark": "quickstart", "config": config, "machine": machine(), "rows": rows}
     with tempfile.TemporaryDirectory() as runs:
         for seed in seeds:
-            rows.append(figures(seed, train(config, seed, runs, arguments.overrides)))
+            rows.append(figures(seed, train(config, seed, runs, keys)))
             if not arguments.quick:
                 save(result)
     print(json.dumps(result) if arguments.json else f"{result['machine']}\n{table(rows)}")

@@ -25,6 +25,7 @@ from typing import Any
 
 import gymnasium
 from machine import machine
+from options import parse
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -141,8 +142,7 @@ def main() -> None:
     parser.add_argument("--orders", nargs="+", choices=list(ORDERS), default=list(ORDERS))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
-    options = parser.parse_intermixed_args()
+    options, keys = parse(parser)
     games, seeds = (4, [0]) if options.quick else (GAMES, options.seeds)
     with tempfile.TemporaryDirectory() as folder:
         runs = Path(folder)
@@ -151,7 +151,7 @@ def main() -> None:
         overrides = [
             f"warm_start.demonstrations={demonstrations}",
             *(QUICK if options.quick else ()),
-            *options.overrides,
+            *keys,
         ]
         draw = random.Random(0)
         result: dict[str, Any] = {

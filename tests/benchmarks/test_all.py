@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import importlib.util
@@ -94,3 +95,15 @@ def defined(file: Path) -> set[str]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names |= {each.asname or each.name for each in node.names}
     return names
+
+
+@pytest.mark.parametrize("words", [["--seeds", "0", "1", "steps=20"], ["steps=20", "--seeds", "0", "1"]])
+def test_keys_of_a_config_may_follow_an_option_with_several_values(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *words])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seeds", type=int, nargs="+")
+    options, keys = importlib.import_module("options").parse(parser)
+    assert (options.seeds, keys) == ([0, 1], ["steps=20"])
