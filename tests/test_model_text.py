@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -273,6 +274,22 @@ def test_calls_in_a_list_beyond_those_that_are_read_are_not_compared_with_many_t
     tools = {f"read_file_{number}": TOOLS["sh"] for number in range(30)}
     assert len(parse_tool_calls(text, tools)) == model_text.MAX_CALLS + 1
     assert min(cpu_s_of(lambda said: parse_tool_calls(said, tools), text) for _ in range(2)) < 1.5
+
+
+def test_many_wrong_names_are_not_all_compared_with_those_of_many_tools() -> None:
+    """256 calls with the letters of a tool's name in another order held up a worker for 10 s, in 25 KB of text."""
+    letters = random.Random(1)
+    names = ["t" + "".join(letters.choices("abcd", k=63)) for _ in range(128)]
+    tools = dict.fromkeys(names, TOOLS["sh"])
+    wrong = ["t" + "".join(letters.sample(name[1:], 63)) for name in 2 * names]
+    native = "".join(f'<tool_call>{{"name": "{name}"}}</tool_call>' for name in wrong)
+    python = f"[{', '.join(f'{name}()' for name in wrong)}]"
+    for text in (native, python):
+        assert cpu_s_of(lambda said: parse_tool_calls(said, tools), text) < 1.0
+        assert cpu_s_of(lambda said: bfcl_calls.parse_calls(said, tools), text) < 1.0
+    told = parse_tool_calls('<tool_call>{"name": "ssh"}</tool_call>' * 20, TOOLS)
+    hints = ["Did you mean sh?" in call.message for call in told if isinstance(call, BadCall)]
+    assert hints == [True] * model_text.MAX_COMPARED + [False] * 12
 
 
 def test_of_calls_of_bfcl_the_first_are_read_and_the_model_is_told() -> None:

@@ -16,12 +16,13 @@ import ast
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from roll_flash.chat.model_text import (
     MAX_CALLS,
+    MAX_COMPARED,
     MAX_DEPTH,
     MAX_VALUES,
     after_blanks,
@@ -74,22 +75,25 @@ def parse_tool_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[To
     """Return at most MAX_CALLS calls in the order of the text; empty if there are none."""
     text = without_thinking(text)
     if start := _LLAMA_START.match(text):
-        return _bounded(_json_calls(text[start.end() :], tools))
+        return _bounded(_json_calls(text[start.end() :], tools), tools)
     if _MISTRAL in text:
         parts = [part for part in text.split(_MISTRAL)[1:] if part.strip()]
-        return _bounded([call for part in parts[: MAX_CALLS + 1] for call in _mistral_calls(part, tools)])
+        return _bounded([call for part in parts[: MAX_CALLS + 1] for call in _mistral_calls(part, tools)], tools)
     if _LIST_START.match(text) or ((match := _NAMED_JSON.match(text)) and match[1] in tools):
-        return _bounded(_mistral_calls(text, tools))
+        return _bounded(_mistral_calls(text, tools), tools)
     if start := _PYTHON_START.match(text):
-        return _bounded(_python_calls(text[start.end() :].replace("<|python_end|>", "").strip(), tools))
-    found = _bounded(_tagged_calls(text, tools))
+        return _bounded(_python_calls(text[start.end() :].replace("<|python_end|>", "").strip(), tools), tools)
+    found = _bounded(_tagged_calls(text, tools), tools)
     if not found and (match := _ONE_TAG.fullmatch(text.rstrip())) and match[1] not in (ANSWER_TAG, *tools):
-        return [_unknown(match[1], tools)]
+        return _bounded([_unknown(match[1], tools)], tools)
     return found
 
 
-def _bounded(calls: list[ToolCall | BadCall]) -> list[ToolCall | BadCall]:
+def _bounded(calls: list[ToolCall | BadCall], tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:
     kept = [_bounded_call(call) for call in calls[:MAX_CALLS]]
+    wrong = [(i, call.wanted) for i, call in enumerate(kept) if isinstance(call, BadCall) and call.wanted]
+    for place, name in wrong[:MAX_COMPARED]:
+        kept[place] = _unknown(name, tools, difflib.get_close_matches(name, tools, n=1))
     if len(calls) <= MAX_CALLS:
         return kept
     return [*kept, BadCall(f"Only the first {MAX_CALLS} calls were read")]
@@ -264,8 +268,7 @@ def _example(tool: ToolDescription) -> str:
     return json.dumps(dict.fromkeys(tool.argument_names, "..."))
 
 
-def _unknown(name: str, tools: Mapping[str, ToolDescription]) -> BadCall:
-    near = difflib.get_close_matches(name, tools, n=1)
+def _unknown(name: str, tools: Mapping[str, ToolDescription], near: Sequence[str] = ()) -> BadCall:
     hint = f" Did you mean {near[0]}?" if near else ""
     return BadCall(f"There is no tool {name[:60]!r}.{hint} Tools: {', '.join(tools) or 'none'}", wanted=name)
 

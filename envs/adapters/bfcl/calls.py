@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll_flash.chat.model_text import MAX_CALLS, parse_python_calls, without_thinking
+from roll_flash.chat.model_text import MAX_CALLS, MAX_COMPARED, parse_python_calls, without_thinking
 from roll_flash.envs.tools.calls import BadCall, ToolCall, looks_native, parse_tool_calls
 from roll_flash.envs.tools.functions import ToolDescription
 
@@ -38,12 +38,14 @@ def parse_calls(text: str, functions: Mapping[str, ToolDescription]) -> list[Fun
     text = without_thinking(text)
     if looks_native(text):
         return [
-            call if isinstance(call, BadCall) and not call.wanted else _of_native(call, functions)
-            for call in parse_tool_calls(text, functions)
+            call if isinstance(call, BadCall) and not call.wanted else _of_native(call, functions, i < MAX_COMPARED)
+            for i, call in enumerate(parse_tool_calls(text, functions))
         ]
     try:
         calls = _python_calls(text)
-        found: list[FunctionCall | BadCall] = [_of_python(call, functions) for call in calls[:MAX_CALLS]]
+        found: list[FunctionCall | BadCall] = [
+            _of_python(call, functions, i < MAX_COMPARED) for i, call in enumerate(calls[:MAX_CALLS])
+        ]
     except (ValueError, RecursionError):  # also numbers and nesting beyond Python's limits
         return []
     return found if len(calls) <= MAX_CALLS else [*found, BadCall(f"Only the first {MAX_CALLS} calls were read")]
@@ -54,9 +56,10 @@ def call_source(name: str, arguments: Mapping[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
-def _of_native(call: ToolCall | BadCall, functions: Mapping[str, ToolDescription]) -> FunctionCall:
+def _of_native(call: ToolCall | BadCall, functions: Mapping[str, ToolDescription], compares: bool) -> FunctionCall:
+    """`compares`: say which function the model may have meant."""
     if isinstance(call, BadCall):
-        return FunctionCall(call.wanted, FAILING_CALL, f"{call.wanted}()", _undefined(call.wanted, functions))
+        return FunctionCall(call.wanted, FAILING_CALL, f"{call.wanted}()", _undefined(call.wanted, functions, compares))
     odd = [key for key in call.arguments if not key.isidentifier()]
     if odd:
         said = f"Error during execution: {call.name}() has no argument {odd[0]!r}"
@@ -75,11 +78,11 @@ def _python_calls(text: str) -> Sequence[ast.Call]:
     return parse_python_calls(text.strip("'"))
 
 
-def _of_python(call: ast.Call, functions: Collection[str]) -> FunctionCall:
+def _of_python(call: ast.Call, functions: Collection[str], compares: bool) -> FunctionCall:
     name, written = ast.unparse(call.func), ast.unparse(call)
     source = _source(call, functions)
     if name not in functions:
-        return FunctionCall(name, FAILING_CALL, written, _undefined(name, functions))
+        return FunctionCall(name, FAILING_CALL, written, _undefined(name, functions, compares))
     return FunctionCall(name, source, written)
 
 
@@ -116,7 +119,7 @@ def _call_source(call: ast.Call, functions: Collection[str]) -> str:
     return f"{name}({', '.join([*positional, *named])})" if name in functions else FAILING_CALL
 
 
-def _undefined(name: str, functions: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, functions, n=1)
+def _undefined(name: str, functions: Collection[str], compares: bool) -> str:
+    near = difflib.get_close_matches(name, functions, n=1) if compares else []
     hint = f". Did you mean {near[0]}?" if near else ""
     return f"Error during execution: name '{name[:60]}' is not defined{hint}"
