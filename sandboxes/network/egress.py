@@ -168,7 +168,8 @@ def _target(head: bytes) -> tuple[str, int, bytes | None]:
         raise _Refused
     path = (url.path or "/") + (f"?{url.query}" if url.query else "")
     kept = [field for field in fields if not field.lower().startswith(STRIPPED_HEADERS)]
-    authority = url.netloc.rpartition("@")[2]  # the client's `Host` could name a host that is not allowed
+    # The client's `Host` could name a host that is not allowed, and so could what its URL has around brackets.
+    authority = (f"[{url.hostname}]" if ":" in url.hostname else url.hostname) + (f":{url.port}" if url.port else "")
     first = "\r\n".join([f"{method} {path} {version}", f"Host: {authority}", *kept, "Connection: close", "", ""])
     return url.hostname, url.port or 80, first.encode("latin-1")
 

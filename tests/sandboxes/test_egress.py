@@ -313,6 +313,17 @@ def test_a_request_reaches_the_virtual_host_that_was_allowed(head: bytes) -> Non
     assert egress._target(head) == ("a", 80, b"GET /x HTTP/1.1\r\nHost: a:80\r\nX: y\r\nConnection: close\r\n\r\n")
 
 
+@pytest.mark.parametrize("where", ["other[::1]:80", "[::1]other:80", "me@other[::1]:80", "other,[::1]:0080"])
+def test_a_url_cannot_name_another_host_around_an_allowed_address(where: str) -> None:
+    """A server of several hosts would answer for the one in `Host`."""
+    try:
+        host, port, first = egress._target(f"GET http://{where}/x HTTP/1.1".encode())
+    except ValueError:  # newer Pythons refuse such a URL
+        return
+    assert (host, port) == ("::1", 80)
+    assert first == b"GET /x HTTP/1.1\r\nHost: [::1]:80\r\nConnection: close\r\n\r\n"
+
+
 @pytest.mark.parametrize("field", [b" folded", b"X: y\nHost: other", b"Host : other", b"X\0: y", b"no colon", b": y"])
 def test_a_head_that_others_may_read_differently_is_none(field: bytes) -> None:
     with pytest.raises(ValueError, match="no request head"):
