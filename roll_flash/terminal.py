@@ -1,7 +1,8 @@
 """Safe printing: text of a model, an endpoint or an environment must not control the terminal.
 
-Control characters can move the cursor, clear the screen, set titles and clipboards, or reverse the text direction; they
-are shown as escapes. Every line that the command line prints goes through `say`.
+Control characters can move the cursor, clear the screen, set titles and clipboards, or reverse the text direction, and
+others hide text; they are shown as escapes (but for joiners, which scripts and emoji need). Every line that the command
+line prints goes through `say`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ _CONTROLS = (
     *(code for code in range(0x20) if chr(code) not in "\t\n"),
     *range(0x7F, 0xA0),  # DEL and C1
     *(0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)),  # text direction, line separators
+    *(0x180E, 0x200B, *range(0x2060, 0x2066), *range(0x206A, 0x2070), 0xFEFF, *range(0xFFF9, 0xFFFC)),  # without width
+    *range(0xE0000, 0xE0080),  # tags: a whole text that is not seen
     *range(0xD800, 0xE000),  # surrogates, which cannot be encoded
 )
 _ESCAPES = {code: chr(code).encode("unicode_escape").decode() for code in _CONTROLS}

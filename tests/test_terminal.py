@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import io
 import json
 import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -21,10 +23,16 @@ from roll_flash.cli.main import main
 from roll_flash.envs.tools.results import limit_prints
 from roll_flash.monitor.progress import Progress
 from roll_flash.processes.terminal_logs import make_logs_printable
+from roll_flash.sandboxes.docker.api import EngineApi
+from roll_flash.sandboxes.images import build
 from roll_flash.terminal import one_line, outliving_readers, printable, say
 
 EVIL = "\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\u202eabc\u2066\u2028\x00\x7f\ud800"
 HARMLESS = r"\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\u202eabc\u2066\u2028\x00\x7f\ud800"
+
+
+HIDDEN = "a\u200bb\u2060\u180e\ufeff\ufff9\U000e0041\U000e007f"
+SHOWN = r"a\u200bb\u2060\u180e\ufeff\ufff9\U000e0041\U000e007f"
 
 
 class Refusing(BaseHTTPRequestHandler):
@@ -118,3 +126,25 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_more(monkeypatch: pytest
             for _ in range(3):
                 progress.note("step 2")
                 say("step 3")
+
+
+def test_text_that_would_not_be_seen_is_shown_and_joiners_of_scripts_stay() -> None:
+    assert printable(HIDDEN) == one_line(HIDDEN) == SHOWN
+    for text in ("می\u200cخواهم", "👩\u200d👧", "क्\u200dष", "é"):
+        assert printable(text) == text
+
+
+def test_what_a_build_prints_of_a_dockerfile_is_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each command of a Dockerfile writes the lines that are shown every few seconds."""
+    monkeypatch.setattr(build, "PROGRESS_S", 0.0)
+
+    class Engine:
+        async def stream(self, *_: object, **__: object) -> AsyncIterator[dict[str, str]]:
+            yield {"stream": f"{EVIL}\nsecond"}
+
+    asyncio.run(build.build_image(cast(EngineApi, Engine()), "image", b""))
+    said = capsys.readouterr().err
+    assert printable(said) == said
+    assert len(said.splitlines()) == 3

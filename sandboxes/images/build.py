@@ -7,7 +7,6 @@ import fcntl
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from roll_flash.sandboxes.files.build_context import build_archive
 from roll_flash.sandboxes.images.stored_images import BUILDS, use_build
 from roll_flash.sandboxes.owner import LABEL
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
+from roll_flash.terminal import one_line, say
 
 IDLE_TIMEOUT_S = 600.0
 LOCK_POLL_S = 0.2
@@ -89,7 +89,7 @@ async def _acquire(lock: int, path: Path, timeout_s: float) -> None:
             )
         if now - shown >= PROGRESS_S:
             shown = now
-            print(f"sandboxes: another process holds {path}; waiting for it", file=sys.stderr, flush=True)
+            say(f"sandboxes: another process holds {path}; waiting for it", error=True)
         await asyncio.sleep(LOCK_POLL_S)
 
 
@@ -150,4 +150,4 @@ class _Progress:
         self._show(f"is ready after {time.monotonic() - self._began:.0f} s")
 
     def _show(self, what: str) -> None:
-        print(f"image {self._image}: {what}", file=sys.stderr, flush=True)
+        say(one_line(f"image {self._image}: {what}"), error=True)

@@ -18,6 +18,7 @@ from roll_flash.sandboxes.errors import SandboxImageError
 from roll_flash.sandboxes.images.build import file_content
 from roll_flash.sandboxes.images.stored_images import inspect_image
 from roll_flash.sandboxes.scratch import scratch_folder
+from roll_flash.terminal import say
 
 BASE_IMAGE = "debian:bookworm-slim"
 SUITE = "bookworm"
@@ -38,7 +39,7 @@ async def pull_image(engine: EngineApi, image: str) -> bool:
     """Pull an image that the engine does not have; print why and return False if no registry gives it."""
     if await inspect_image(engine, image):
         return True
-    _print(f"pulling {image}")
+    say(f"pulling {image}")
     name, _, tag = image.rpartition(":")
     try:
         async with asyncio.timeout(PULL_TOTAL_S):
@@ -48,7 +49,7 @@ async def pull_image(engine: EngineApi, image: str) -> bool:
                 if "error" in line:
                     raise SandboxImageError(str(line["error"]))
     except (RollFlashError, TimeoutError) as error:
-        _print(f"the image registry cannot be used ({str(error)[:160] or 'no answer in time'}); using debootstrap")
+        say(f"the image registry cannot be used ({str(error)[:160] or 'no answer in time'}); using debootstrap")
         return False
     return True
 
@@ -78,12 +79,8 @@ async def import_debian(
             await asyncio.to_thread(finish, root)
         archive = folder / "root.tar"
         await asyncio.to_thread(_pack, root, archive)
-        _print(f"importing {archive.stat().st_size >> 20} MiB into the engine")
+        say(f"importing {archive.stat().st_size >> 20} MiB into the engine")
         await _import(engine, image, archive, changes)
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)
 
 
 def _debootstrap(root: Path, packages: Sequence[str]) -> None:
@@ -95,7 +92,7 @@ def _debootstrap(root: Path, packages: Sequence[str]) -> None:
         for line in process.stdout:
             last = line.strip()
             if time.monotonic() - said > 5:
-                _print(f"  debootstrap: {last[:100]}")
+                say(f"  debootstrap: {last[:100]}")
                 said = time.monotonic()
     if process.returncode:
         raise SandboxImageError(f"debootstrap {SUITE} failed: {last[:300]}")

@@ -18,6 +18,7 @@ from roll_flash.sandboxes.images.build import build_image
 from roll_flash.sandboxes.images.debian import BASE_IMAGE, import_debian, pull_image
 from roll_flash.sandboxes.images.stored_images import inspect_image
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE
+from roll_flash.terminal import say
 
 PACKAGES = "python3-minimal"
 DOCKERFILE = f"""FROM {BASE_IMAGE}
@@ -38,7 +39,7 @@ async def ensure_image(provide_debootstrap: Callable[[], None] | None = None) ->
     """
     async with open_engine() as engine:
         if await inspect_image(engine, DEFAULT_IMAGE) is not None:
-            _print(f"sandbox image {DEFAULT_IMAGE} is there")
+            say(f"sandbox image {DEFAULT_IMAGE} is there")
             return
         began = time.monotonic()
         if await pull_image(engine, BASE_IMAGE):
@@ -48,11 +49,7 @@ async def ensure_image(provide_debootstrap: Callable[[], None] | None = None) ->
                 await asyncio.to_thread(provide_debootstrap)
             changes = ("USER sandbox", "WORKDIR /sandbox")
             await import_debian(engine, DEFAULT_IMAGE, (PACKAGES,), changes=changes, finish=_add_user)
-        _print(f"sandbox image {DEFAULT_IMAGE} built in {time.monotonic() - began:.0f} s")
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)
+        say(f"sandbox image {DEFAULT_IMAGE} built in {time.monotonic() - began:.0f} s")
 
 
 def _add_user(root: Path) -> None:
@@ -66,7 +63,7 @@ def main() -> int:
     try:
         asyncio.run(ensure_image())
     except RollFlashError as error:
-        print(error, file=sys.stderr)
+        say(str(error), error=True)
         return error.exit_code
     return 0
 
