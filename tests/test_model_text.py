@@ -32,7 +32,7 @@ from roll_flash.envs.tools.functions import WrongArguments, make_tool
 from roll_flash.envs.tools.tool_env import ToolEnv
 from roll_flash.errors import InferenceError
 from roll_flash.evaluation.pages.page import document
-from roll_flash.evaluation.pages.transcript import episode_for_page
+from roll_flash.evaluation.pages.transcript import _assistant_parts, episode_for_page
 from roll_flash.gateway import model_call
 from roll_flash.gateway.apis import answer_text, anthropic_messages, chat_completions, responses_api
 from roll_flash.gateway.apis.api_error import ApiError
@@ -290,6 +290,14 @@ def test_many_wrong_names_are_not_all_compared_with_those_of_many_tools() -> Non
     told = parse_tool_calls('<tool_call>{"name": "ssh"}</tool_call>' * 20, TOOLS)
     hints = ["Did you mean sh?" in call.message for call in told if isinstance(call, BadCall)]
     assert hints == [True] * model_text.MAX_COMPARED + [False] * 12
+
+
+def test_tags_that_are_not_closed_are_not_searched_one_by_one_on_a_page() -> None:
+    """Each of another name took a search to the end of the text."""
+    text = "".join(f"<a{number}>" for number in range(130_000))
+    assert cpu_s_of(lambda said: list(_assistant_parts(said)), text) < MOST_CPU_S_OF_A_MB
+    found = [part["text"] for part in _assistant_parts("<a>x<b>y</a></b><b>z</b></a><a>")]
+    assert found == ["x<b>y", "</b>", "z", "</a><a>"]
 
 
 def test_of_calls_of_bfcl_the_first_are_read_and_the_model_is_told() -> None:

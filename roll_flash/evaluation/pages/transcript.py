@@ -19,6 +19,7 @@ MAX_PAGE_CHARACTERS = 16_000_000
 PREVIEW_CHARACTERS = 90
 SHOWN_TAGS = frozenset({"answer"})
 _OPENING = re.compile(r"<([A-Za-z_][\w.-]{0,40})(?:[ =][^<>]{0,200})?>")
+_CLOSING = re.compile(r"</([A-Za-z_][\w.-]{0,40})>")
 
 
 class PageTranscripts:
@@ -102,15 +103,13 @@ def _parts(message: Mapping[str, Any], role: str, answered: bool) -> list[dict[s
 
 def _assistant_parts(text: str) -> Iterator[dict[str, str]]:
     """Fold `<tag>...</tag>`, except for an answer; the time is linear in the text for any input."""
-    position, unclosed = 0, set()
+    last_close = {closing[1]: closing.start() for closing in _CLOSING.finditer(text)}
+    position = 0
     for opening in _OPENING.finditer(text):
         tag = opening[1]
-        if opening.start() < position or tag in SHOWN_TAGS or tag in unclosed:
+        if opening.start() < position or tag in SHOWN_TAGS or last_close.get(tag, -1) < opening.end():
             continue
-        end = text.find(f"</{tag}>", opening.end())
-        if end < 0:
-            unclosed.add(tag)
-            continue
+        end = text.index(f"</{tag}>", opening.end())
         yield from _text_parts(text[position : opening.start()])
         yield _folded("thinking" if tag.startswith("think") else tag, text[opening.end() : end].strip())
         position = end + len(tag) + 3
