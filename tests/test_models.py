@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from roll_flash.errors import ModelError
-from roll_flash.models.folder import check_chat_template
+from roll_flash.models.folder import check_chat_template, check_model_folder
 from roll_flash.models.prepare import _one_at_a_time, resolve_model
 from roll_flash.models.tiny import CHAT_TEMPLATE, vocabulary, write_tokenizer
 
@@ -101,6 +101,44 @@ def changed_json(file: Path, **changes: object) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(resolve_model("tiny"), tmp_path / "model"))
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "a/../../b"])
+def test_an_index_that_leads_out_of_the_folder_is_refused(folder: Path, name: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ModelError, match="which is not in its folder"):
+        check_model_folder(folder)
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", DEEP),
+        ("config.json", '{"model_type": "llama", "vocab_size": ' + "1" * 5_000 + "}"),
+        *(("model.safetensors.index.json", text) for text in (DEEP, "[]", "5", '{"weight_map": 5}')),
+        *(
+            ("model.safetensors.index.json", json.dumps({"weight_map": {"a": name}}))
+            for name in (1, None, ["b"], {}, "a" * 5_000)
+        ),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 1, "b": "c"}}'),
+        *(("tokenizer.json", text) for text in (DEEP, '{"model": "x"}', '{"model": {"vocab": 5}}')),
+        *(("tokenizer.json", json.dumps({"model": {"vocab": {"a": number}}})) for number in ("b", None, [1])),
+        ("model.safetensors", '{"lm_head.weight": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}}'),
+        ("model.safetensors", '{"a":' * 100_000),
+        ("tokenizer_config.json", DEEP),
+    ],
+)
+def test_a_folder_that_somebody_made_up_is_one_line(folder: Path, file: str, content: str) -> None:
+    header = len(content).to_bytes(8, "little") if file == "model.safetensors" else b""
+    (folder / file).write_bytes(header + content.encode() + b"\0" * 4 * bool(header))
+    check = check_chat_template if file == "tokenizer_config.json" else check_model_folder
+    with pytest.raises(ModelError) as raised:
+        check(folder)
+    assert len(str(raised.value)) < 6_000
+    assert "\n" not in str(raised.value)
 
 
 def test_a_tokenizer_with_ids_that_the_model_does_not_have_is_refused(folder: Path) -> None:

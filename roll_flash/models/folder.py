@@ -6,10 +6,11 @@ import difflib
 import json
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
-from roll_flash.errors import ModelError
+from roll_flash.checked_files import CONTENT_ERRORS
+from roll_flash.errors import ModelError, first_line
 from roll_flash.terminal import say
 
 _BY_TOKEN = ("embed_tokens.weight", "lm_head.weight")
@@ -19,6 +20,14 @@ _BY_TOKEN = ("embed_tokens.weight", "lm_head.weight")
 def check_model_folder(folder: Path) -> None:
     """Raises ModelError naming the missing or unreadable file: config, tokenizer, weights or one weight shard; or if
     they do not fit each other, or `check_config` refuses the model."""
+    try:
+        _check(folder)
+    except (OSError, *CONTENT_ERRORS) as error:  # files of another shape, which anybody may have written
+        reason = f"{type(error).__name__}: {first_line(error)}"[:200]
+        raise ModelError(f"{folder}: its files are not as save_pretrained writes them: {reason}") from error
+
+
+def _check(folder: Path) -> None:
     config = check_config(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ModelError(f"{folder}: no tokenizer (tokenizer.json); save it there with tokenizer.save_pretrained")
@@ -105,7 +114,7 @@ def check_chat_template(folder: Path) -> None:
 
 def model_type(folder: Path) -> str:
     """Return `model_type` from config.json, such as `llama`; empty if absent."""
-    return str(json.loads((folder / "config.json").read_text()).get("model_type", ""))
+    return str(read_object(folder / "config.json").get("model_type", ""))
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -113,7 +122,7 @@ def read_object(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_text())
         if not isinstance(found, dict):
             raise ValueError("it holds no object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file}: not readable as JSON: {error}") from None
     return found
 
@@ -151,9 +160,13 @@ def weight_files(folder: Path) -> list[str]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+            names = sorted(set(read_object(index)["weight_map"].values()))
+            outside = [name for name in names if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
+        except (KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"{index}: not readable as an index of weights: {error}") from None
+        if outside:
+            raise ModelError(f"{index}: names {outside[0]!r}, which is not in its folder; copy the model again")
+        return names
     found = sorted(path.name for path in folder.glob("*.safetensors"))
     if not found:
         raise ModelError(f"{folder}: no weights (*.safetensors); save them with model.save_pretrained")
