@@ -95,18 +95,18 @@ def is_allowed(allow: Sequence[str], host: str, port: int) -> bool:
 def may_connect(allow: Sequence[str], address: Address, port: int) -> bool:
     """True if an allowed name may lead to this address."""
     entries = [entry for entry in map(parse_entry, allow) if entry.port == port]
-    return is_public(address) or any(entry.contains(_unwrapped(address)) for entry in entries)
+    return is_public(address) or any(entry.contains(unwrapped(address)) for entry in entries)
 
 
 def is_public(address: Address) -> bool:
     """False for loopback, local, multicast and other special addresses, also if embedded in an IPv6 address."""
-    plain = _unwrapped(address)
+    plain = unwrapped(address)
     if isinstance(plain, ipaddress.IPv6Address) and plain not in PUBLIC_V6:
         return False
     return not any(plain.version == network.version and plain in network for network in NOT_PUBLIC)
 
 
-def _unwrapped(address: Address) -> Address:
+def unwrapped(address: Address) -> Address:
     """Return the IPv4 address embedded in an IPv6 address (mapped, 6to4, well-known NAT64 prefix), else `address`."""
     if isinstance(address, ipaddress.IPv4Address):
         return address

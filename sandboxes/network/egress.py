@@ -19,7 +19,7 @@ from functools import cache
 from urllib.parse import urlsplit
 
 from roll_flash.sandboxes.client.commands import Command, CommandStream
-from roll_flash.sandboxes.network.allowlist import Address, as_address, is_allowed, is_public, may_connect
+from roll_flash.sandboxes.network.allowlist import Address, as_address, is_allowed, is_public, may_connect, unwrapped
 from roll_flash.sandboxes.network.relay import Relay, RelayedConnection, join
 from roll_flash.sandboxes.spec import PROXY_PORT
 
@@ -192,7 +192,7 @@ def may_reach(allow: Sequence[str], address: Address, port: int) -> bool:
     """True if an allowed name may lead to this address: a public one that is not this machine's, or one listed too."""
     if not may_connect(allow, address, port):
         return False
-    return not (is_public(address) and is_local_address(address)) or is_allowed(allow, str(address), port)
+    return not (is_public(address) and is_local_address(unwrapped(address))) or is_allowed(allow, str(address), port)
 
 
 def is_local_address(address: Address) -> bool:

@@ -278,6 +278,15 @@ def test_this_machines_own_address_is_known_whatever_network_it_is_of() -> None:
     assert not egress.is_local_address(ipaddress.ip_address("192.0.2.1"))
 
 
+@pytest.mark.parametrize("form", ["1.1.1.1", "::ffff:1.1.1.1", "64:ff9b::101:101", "2002:101:101::1"])
+def test_this_machines_own_address_is_known_in_each_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway from IPv6 to IPv4 would lead back here."""
+    monkeypatch.setattr(egress, "is_local_address", lambda address: str(address) == "1.1.1.1")
+    assert not egress.may_reach(["a.example:80"], ipaddress.ip_address(form), 80)
+    monkeypatch.setattr(egress, "is_local_address", lambda address: str(address) == "1.1.1.2")
+    assert egress.may_reach(["a.example:80"], ipaddress.ip_address(form), 80)
+
+
 @pytest.mark.parametrize(
     "entry",
     [
