@@ -72,8 +72,8 @@ def regex(answer: str, expected: Any, *, pattern: str | None = None) -> float:
     chosen = _text(expected) if pattern is None else pattern.replace("{expected}", re.escape(_text(expected)))
     try:
         compiled = re.compile(chosen)
-    except re.error as error:
-        raise EnvError(f"reward regex: {chosen!r} is no pattern: {error}") from None
+    except (re.error, OverflowError, RecursionError) as error:
+        raise EnvError(f"reward regex: {chosen[:200]!r} is no pattern: {error}") from None
     return 0.0 if is_empty(answer) else float(_limited(partial(_search, compiled, answer)))
 
 
@@ -82,8 +82,8 @@ def json_schema(answer: str, expected: Any, *, schema: Mapping[str, Any] | None 
     chosen = schema if schema is not None else expected
     try:
         chosen = json.loads(chosen) if isinstance(chosen, str) else chosen
-    except ValueError:
-        raise EnvError(f"reward json_schema: {chosen!r} is no schema: it is no JSON") from None
+    except (ValueError, RecursionError):
+        raise EnvError(f"reward json_schema: {repr(chosen)[:200]} is no schema: it is no JSON") from None
     if not isinstance(chosen, Mapping):
         raise EnvError(f"reward json_schema: {chosen!r} is no schema: it is no object")
     found = _limited(partial(_fits, answer, dict(chosen)), modules=("jsonschema", "referencing.exceptions"))

@@ -865,6 +865,17 @@ def test_a_reference_to_what_is_no_schema_is_a_fault_of_the_schema(schema: dict[
         json_schema('{"x": 1}', schema)
 
 
+@pytest.mark.parametrize("pattern", ["(", "(" * 5_000, "a{99999999999}", "[" * 5_000])
+def test_what_is_no_pattern_is_a_fault_of_the_row(pattern: str) -> None:
+    with pytest.raises(EnvError, match=r"^.{,300} is no pattern: .{,99}$"):
+        regex("a", pattern)
+
+
+def test_a_schema_that_nests_without_end_is_a_fault_of_the_row() -> None:
+    with pytest.raises(EnvError, match=r"^.{,300} is no schema: it is no JSON$"):
+        json_schema("1", "[" * 100_000)
+
+
 @pytest.mark.parametrize("place", ["#/nothing", "#", "http://127.0.0.1:9/schema", "file:///proc/self/mounts"])
 def test_a_reference_of_a_schema_that_leads_nowhere_is_a_fault_of_the_schema(place: str) -> None:
     """And no answer's: else all would be 0. Other files and URLs are not read."""
