@@ -28,6 +28,7 @@ from roll_flash.run.run_dir import (
     check_run_folder,
     export_checkpoint,
     find_checkpoint,
+    find_exported,
     find_run,
     list_checkpoints,
 )
@@ -547,6 +548,18 @@ def test_export_copies_the_model_and_never_writes_into_a_folder_with_something_i
     assert json.loads((folder / "config.json").read_text()) == {"text": "weights"}
     with pytest.raises(ConfigError, match="not empty"):
         export_checkpoint(str(run.folder), str(target))
+
+
+def test_a_model_with_links_is_not_exported(tmp_path: Path) -> None:
+    """In a run of somebody else, one could lead to a key of ours, which would be uploaded with the model."""
+    with RunDir.create(config(tmp_path), resume=False) as run:
+        write_checkpoint(run, 3)
+    (tmp_path / "key").write_text("secret")
+    (run.folder / "checkpoints/step_3/hf/notes.txt").symlink_to(tmp_path / "key")
+    with pytest.raises(CheckpointError, match=r"notes\.txt: a link, which may lead to any file"):
+        export_checkpoint(str(run.folder), str(tmp_path / "exported"))
+    with pytest.raises(CheckpointError, match=r"notes\.txt: a link, which may lead to any file"):
+        find_exported(str(run.folder))
 
 
 @pytest.mark.parametrize("only_cpus", [True, False])

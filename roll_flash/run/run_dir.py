@@ -421,6 +421,18 @@ def find_model(reference: str) -> Checkpoint:
     return checkpoint
 
 
+def find_exported(reference: str) -> Checkpoint:
+    """Checkpoint as by `find_model`, undamaged and without links, since who exports a model gives it to others. Raises
+    CheckpointError."""
+    checkpoint = find_model(reference)
+    require_undamaged(checkpoint.hf)
+    if link := next((path for path in checkpoint.hf.rglob("*") if path.is_symlink()), None):
+        raise CheckpointError(
+            f"{link}: a link, which may lead to any file of this machine, and no run writes one; put a file there"
+        )
+    return checkpoint
+
+
 def require_undamaged(folder: Path) -> None:
     """Compare a folder of a checkpoint, its `hf` or `state`, with the checksums. Raises CheckpointError."""
     if damage := _read_back(folder.parent, folder.name):
@@ -503,10 +515,9 @@ def require_new(target: str) -> Path:
 def export_checkpoint(reference: str, target: str) -> tuple[Checkpoint, Path]:
     """Copy the Hugging Face folder of `RUN[@step]` to `target`, which appears only when complete.
 
-    Raises ConfigError for an unknown run or a non-empty folder, CheckpointError for a checkpoint without a model or
-    with a damaged one, or a folder that cannot be written.
+    Raises ConfigError for an unknown run or a non-empty folder, CheckpointError as `find_exported`, and for a folder
+    that cannot be written.
     """
-    checkpoint, folder = find_model(reference), require_new(target)
-    require_undamaged(checkpoint.hf)
+    checkpoint, folder = find_exported(reference), require_new(target)
     _copy_folder(checkpoint.hf, folder, shutil.copy2)
     return checkpoint, folder

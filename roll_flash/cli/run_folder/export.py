@@ -37,7 +37,7 @@ def export(
 
 def _write(run: str, folder: str | None, adapter: bool, stack: ExitStack) -> tuple[Checkpoint, Path]:
     """Return the checkpoint and the folder with what is exported: its own, if it is only to be uploaded."""
-    from roll_flash.run.run_dir import export_checkpoint, find_model, require_undamaged
+    from roll_flash.run.run_dir import export_checkpoint, find_exported
 
     if adapter:
         from roll_flash.learner.ranks.checkpoint import export_adapter
@@ -46,8 +46,7 @@ def _write(run: str, folder: str | None, adapter: bool, stack: ExitStack) -> tup
         return export_adapter(run, folder or str(stack.enter_context(scratch_folder("export")) / "adapter"))
     if folder is not None:
         return export_checkpoint(run, folder)
-    checkpoint = find_model(run)
-    require_undamaged(checkpoint.hf)
+    checkpoint = find_exported(run)
     return checkpoint, checkpoint.hf
 
 
