@@ -72,6 +72,12 @@ def open_checked(path: Path, *, buffer_bytes: int = DEFAULT_BUFFER_SIZE) -> Buff
     return file
 
 
+def make_way(path: Path) -> None:
+    """Remove what is no plain file where one is to be written, such as a link to a file of ours. Raises OSError."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.unlink()
+
+
 def _open_at_once(name: str, flags: int) -> int:
     return os.open(name, flags | os.O_NONBLOCK)  # a FIFO without a writer would be waited for
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -77,10 +78,12 @@ def compare(
     as_json: Json = False,
 ) -> int:
     """Compare two evaluations of the same tasks."""
+    from roll_flash.checked_files import as_a_run_writes
     from roll_flash.evaluation.comparison import compare_folders
     from roll_flash.evaluation.pages.comparison import write_comparison
 
-    found = compare_folders(a, b)
-    page = write_comparison(found, html)
+    with as_a_run_writes(Path(f"{a} or {b}")):
+        found = compare_folders(a, b)
+        page = write_comparison(found, html)
     show({**found.to_dict(), "page": str(page)}, f"{found.table()}\n  side by side in {page}", as_json=as_json)
     return 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import time
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from roll_flash.evaluation.pages.comparison import write_comparison
 from roll_flash.evaluation.pages.transcript import _assistant_parts, episode_for_page
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.monitor.episodes import episode_record
+from roll_flash.monitor.json_lines import JsonLinesFile, read_lines
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Trajectory
 
 ATTACKS = (
@@ -258,3 +261,40 @@ def test_a_comparison_can_be_read_by_scripts(tmp_path: Path, capsys: pytest.Capt
     assert page.is_file()
     assert main(["eval-diff", str(tmp_path / "a"), str(tmp_path / "nothing")]) == 2
     assert "no evaluation there" in capsys.readouterr().err
+
+
+def test_a_page_never_replaces_what_a_link_in_a_folder_of_somebody_else_leads_to(tmp_path: Path) -> None:
+    run(tmp_path / "a", by_seed(1000))
+    ours, page = tmp_path / "ours", tmp_path / "a" / "eval-diff.html"
+    ours.write_text("ours")
+    page.symlink_to(ours)
+    found = compare_folders(tmp_path / "a", tmp_path / "a")
+    assert "Conversations" in write_comparison(found).read_text()
+    page.unlink()
+    os.mkfifo(page)
+    assert "Conversations" in write_comparison(found).read_text()
+    assert ours.read_text() == "ours"
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("success", ...), ("turns", [1]), ("turns", [{}]), ("messages", [[]]), ("messages", ...), ("reward", None)],
+)
+def test_records_of_another_shape_are_one_line(
+    column: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "a", by_seed(1000))
+    file = tmp_path / "a" / "episodes.jsonl"
+    records = list(read_lines(file))
+    for record in records:
+        record[column] = value
+        if value is ...:
+            del record[column]
+    file.unlink()
+    with closing(JsonLinesFile(file)) as written:
+        for record in records:
+            written.write(record)
+    assert main(["eval-diff", str(tmp_path / "a"), str(tmp_path / "a")]) == 1
+    said = capsys.readouterr().err
+    assert "its files are not as a run writes them" in said
+    assert len(said.splitlines()) == 1

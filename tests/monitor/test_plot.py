@@ -109,6 +109,18 @@ def test_a_single_run_is_drawn_into_its_folder(tmp_path: Path, capsys: pytest.Ca
     assert (run / "plots" / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("name", ["plots", "plots/reward.png"])
+def test_a_plot_never_replaces_what_a_link_in_a_run_of_somebody_else_leads_to(name: str, tmp_path: Path) -> None:
+    run, ours = a_run(tmp_path / "theirs", 0), tmp_path / "ours"
+    ours.mkdir()
+    (ours / "reward.png").write_text("ours")
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(ours / "reward.png" if name.endswith("png") else ours)
+    assert main(["plot", str(run)]) == 0
+    assert (ours / "reward.png").read_text() == "ours"
+    assert (run / "plots" / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_what_cannot_be_drawn_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = a_run(tmp_path / "mine", 0)
     assert main(["plot", str(run), str(run)]) == 2

@@ -26,7 +26,7 @@ def plot(
     """
     from yaml import YAMLError
 
-    from roll_flash.checked_files import CONTENT_ERRORS
+    from roll_flash.checked_files import CONTENT_ERRORS, make_way
     from roll_flash.errors import ConfigError, first_line
     from roll_flash.monitor.plot import plot_settings
     from roll_flash.run.run_dir import find_run
@@ -37,6 +37,11 @@ def plot(
     path = Path(out).expanduser() if out is not None else folders[0] / "plots" / "reward.png"
     try:
         settings = group_by_setting(folders)
+        if out is None:
+            if path.parent.is_symlink():
+                path.parent.unlink()
+            path.parent.mkdir(exist_ok=True)
+            make_way(path)
         plot_settings(settings, path, dark=dark)
     except (OSError, YAMLError, *CONTENT_ERRORS) as error:
         message = f"config.yaml or metrics.jsonl of {' or '.join(runs)} is not as a run writes it: {first_line(error)}"

@@ -8,6 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from roll_flash.checked_files import make_way
 from roll_flash.errors import ConfigError
 from roll_flash.evaluation.comparison import Comparison, TaskPair
 from roll_flash.evaluation.pages.page import card, document, interval_picture, table
@@ -21,6 +22,8 @@ def write_comparison(found: Comparison, path: str | Path | None = None) -> Path:
     """Write the page to `path`, or to the folder of B. Raises ConfigError if that is not writable."""
     target = Path(path).expanduser() if path is not None else found.b.folder / PAGE_FILE
     try:
+        if path is None:
+            make_way(target)
         target.write_text(render_comparison(found), encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written: {error.strerror}; give another file with --html") from None
