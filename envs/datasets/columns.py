@@ -235,9 +235,14 @@ def _own_kwargs(env: EnvConfig, row: Mapping[str, Any], place: object) -> Mappin
         return {}
     if not isinstance(own, Mapping):
         raise ConfigError(f"{place}: {column!r} is {_shown(own)}, not a mapping of keyword arguments")
-    if environment_of(env, row, place) == DATASET_ENV and (unknown := [name for name in own if name not in ROW_KWARGS]):
+    if environment_of(env, row, place) != DATASET_ENV:
+        return own
+    if unknown := [name for name in own if name not in ROW_KWARGS]:
         raise ConfigError(f"{place}: {column!r} has {unknown[0]!r}; a row can set {', '.join(ROW_KWARGS)}")
-    if environment_of(env, row, place) == DATASET_ENV and own.get("tools") is not None:
+    turns = own.get("max_turns")
+    if turns is not None and (type(turns) is not int or turns < 1):
+        raise ConfigError(f"{place}: max_turns is {_shown(turns)}, not a whole number of at least 1")
+    if own.get("tools") is not None:
         known = {tool.rpartition(":")[2]: tool for tool in env.kwargs.get("tools") or ()}
         return {**own, "tools": [known[name] for name in _chosen("tool", own["tools"], known, place)]}
     return own

@@ -442,6 +442,8 @@ def test_a_row_can_choose_its_environment_kwargs_and_rewards(tmp_path: Path) -> 
         ({**Q, "answer": 2, "with": "[" * 100_000}, "'with' is no JSON: maximum recursion depth"),
         ({**Q, "answer": 2, "with": [1]}, r"'with' is \[1\], not a mapping"),
         ({**Q, "answer": 2, "with": {"turns": 1}}, "a row can set answer_in, tools, max_turns, reward"),
+        ({**Q, "answer": 2, "with": {"max_turns": "x"}}, "max_turns is 'x', not a whole number of at least 1"),
+        ({**Q, "answer": 2, "with": {"max_turns": 0}}, "max_turns is 0, not a whole number of at least 1"),
         ({**Q, "answer": 2, "with": {"reward": "math"}}, "reward 'math' is none of the entry's: exact"),
         ({**Q, "answer": 2, "with": {"reward": [["exact"]]}}, r"reward \['exact'\] is none of the entry's: exact"),
         ({**Q, "answer": 2, "with": {"tools": ["os:system"]}}, "tool 'os:system' is none of the entry's: none"),
