@@ -256,11 +256,11 @@ def test_status_tells_people_and_scripts(run_folder: Path, capsys: pytest.Captur
 
 
 def test_a_run_that_died_is_said_to_be_so(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gone = replace(a_status(), writer=dead_writer(), written_s=time.time() - 125, now=["the learner: step since 1 s"])
+    gone = replace(a_status(), writer=dead_writer(), written_s=time.time() - 7530, now=["the learner: step since 1 s"])
     status.write(run_folder, gone)
     assert main(["status", str(run_folder)]) == 1
     shown = capsys.readouterr().out
-    assert "died, last sign of life 2 min 05 s ago" in shown
+    assert "died, last sign of life 2 h 05 min ago" in shown
     assert "the learner" not in shown
     assert main(["watch", str(run_folder)]) == 1
     assert "maze is over (died)" in capsys.readouterr().out
