@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from functools import partial
 from typing import Any
 
 from roll_flash.errors import EnvError
@@ -29,6 +30,7 @@ class _Call(Future[Any]):
         super().__init__()
         self._threads = threads
         self.work = work
+        self.has_returned = False
         self.is_given_up = False
 
     def cancel(self) -> bool:
@@ -45,8 +47,11 @@ class EnvironmentThreads(Executor):
         self._size = size
         self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._running = 0
-        self._idle = threading.Semaphore(0)
+        self._threads = 0
+        """Those that take calls."""
+        self._open = 0
+        """Calls that wait or run, without the abandoned ones. Counted, since a thread that begins to wait may take a
+        call for which another was just started: with a count of idle threads their number grew with the steps."""
         self.lost = 0
         """Number of abandoned calls that have not returned."""
 
@@ -55,45 +60,58 @@ class EnvironmentThreads(Executor):
         if self.lost >= MAX_ABANDONED_CALLS:
             raise EnvError(f"{self.lost} blocking calls of environments hang in this worker; find out which and why")
         call = _Call(self, lambda: fn(*args, **kwargs))
+        with self._lock:
+            self._open += 1
         self._queue.put(call)
-        if not self._idle.acquire(blocking=False):
-            self._start_thread()
+        self._start_thread()
         return call
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Stop idle threads now and busy threads after their call. Never waits, despite `wait`."""
         with self._lock:
-            count = self._running
+            count = self._threads
         for _ in range(count):
             self._queue.put(None)
 
     def _start_thread(self) -> None:
+        """Start a thread if there is one for fewer than all open calls."""
         with self._lock:
-            if self._running >= self._size:
+            if self._threads >= min(self._size, self._open):
                 return
-            self._running += 1
+            self._threads += 1
         threading.Thread(target=self._work, name="environment", daemon=True).start()
 
     def _give_up(self, call: _Call) -> None:
         with self._lock:
-            if call.done() or call.is_given_up:
+            if call.has_returned or call.is_given_up:
                 return
             call.is_given_up = True
             self.lost += 1
-            self._running -= 1
+            self._threads -= 1
+            self._open -= 1
         logger.warning("a call of a blocking environment was given up; %d hang in this worker", self.lost)
-        if not self._queue.empty():
-            self._start_thread()
+        self._start_thread()
 
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
             if call.set_running_or_notify_cancel():
-                carry_out(call, call.work)
+                carry_out(call, partial(self._run, call))
+                if call.is_given_up:
+                    return
+            else:
                 with self._lock:
-                    if call.is_given_up:
-                        self.lost -= 1
-                        return
-            if self._queue.empty():
-                self._idle.release()
+                    self._open -= 1
         with self._lock:
-            self._running -= 1
+            self._threads -= 1
+
+    def _run(self, call: _Call) -> Any:
+        """Run a call. It is open until just before its result is there, which is when the next may be submitted."""
+        try:
+            return call.work()
+        finally:
+            with self._lock:
+                call.has_returned = True
+                if call.is_given_up:
+                    self.lost -= 1
+                else:
+                    self._open -= 1

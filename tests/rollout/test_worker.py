@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import wait
-from threading import Event
+from threading import Event, get_ident
 from typing import Any
 
 import gymnasium
@@ -337,6 +337,21 @@ def test_a_call_that_waits_for_a_thread_and_is_cancelled_never_begins() -> None:
     assert threads.submit(lambda: 1).result(timeout=10) == 1
     assert not began.is_set()
     threads.shutdown()
+
+
+def test_calls_one_after_the_other_never_need_more_threads_than_run_at_once() -> None:
+    threads, names = EnvironmentThreads(64), set[int]()
+
+    async def play() -> None:
+        for _ in range(1000):
+            names.add(await asyncio.get_running_loop().run_in_executor(threads, get_ident))
+
+    async def scenario() -> None:
+        await asyncio.gather(*(play() for _ in range(3)))
+
+    asyncio.run(scenario())
+    threads.shutdown()
+    assert len(names) <= 3
 
 
 def test_an_observation_of_1_mb_ends_the_episode_and_keeps_what_was_played() -> None:
