@@ -18,9 +18,11 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import gymnasium
@@ -33,7 +35,8 @@ sys.path.insert(0, str(ROOT))
 import roll_flash  # noqa: E402, F401 (registers the environments)
 from roll_flash.envs.held_out import HELD_OUT_SEEDS  # noqa: E402
 from roll_flash.errors import EnvError  # noqa: E402
-from roll_flash.evaluation.comparison import compare_folders, estimate_difference  # noqa: E402
+from roll_flash.evaluation.comparison import Comparison, compare_folders, estimate_difference  # noqa: E402
+from roll_flash.run.trained_tasks import hashes_by_task  # noqa: E402
 
 RESULTS, RECIPE = ROOT / "benchmarks/results", "configs/recipes/twc.yaml"
 ENV_ID, PARAMS = "TextWorldExpress-v0", {"numLocations": 1, "numItemsToPutAway": 1}
@@ -96,18 +99,27 @@ def run(order: str, seed: int, runs: Path, overrides: list[str]) -> dict[str, An
         "after_demonstrations": compared.value_a,
         "after_rl": compared.value_b,
         "difference": asdict(compared.difference),
-        "by_game": {pair.task_id: pair.difference for pair in compared.pairs},
+        "by_game": by_game(compared),
         "steps": summary["steps"],
         "training_minutes": summary["seconds"] / 60,
     }
+
+
+def by_game(compared: Comparison) -> dict[str, float]:
+    """Mean difference of each game. Seeds may have the same game: then the model is shown the same."""
+    games = hashes_by_task(record for pair in compared.pairs for record in pair.attempts_a)
+    found = defaultdict[str, list[float]](list)
+    for pair in compared.pairs:
+        found[games.get(pair.task_id, pair.task_id)].append(pair.difference)
+    return {game: fmean(differences) for game, differences in found.items()}
 
 
 def as_page(result: dict[str, Any]) -> str:
     lines = [
         "# TextWorld Commonsense, one thing to put away",
         "",
-        f"`{result['command']}` on {result['machine']}. Success on {result['games']} held-out games, at most {TURNS} "
-        "turns.",
+        f"`{result['command']}` on {result['machine']}. Success on the games of {result['games']} held-out seeds, "
+        f"{result['rows'][0]['difference']['count']} of which differ, at most {TURNS} turns.",
         "",
         f"Random actions {result['random']:.2f}; the game's own solution {result['gold']:.2f}; the model as it is "
         f"{result['zero_shot']:.2f}.",
