@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from roll_flash.monitor.episodes import read_episodes
+from roll_flash.processes.supervise import end_with_parent
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs" / "agents"
@@ -74,7 +75,14 @@ def run(*arguments: str) -> None:
     """Raises RuntimeError with what the command said last."""
     command = [sys.executable, "-m", "roll_flash", *arguments]
     done = subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S, check=False
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        preexec_fn=end_with_parent,
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[2:])} failed:\n{done.stdout[-3000:]}")

@@ -33,6 +33,7 @@ from machine import machine
 from quickstart import RESULTS, ROOT
 
 from roll_flash.monitor.metrics import REWARD, STALENESS_MAX, STALENESS_MEAN, STEP_S, read_metrics
+from roll_flash.processes.supervise import end_with_parent
 
 RUN_TIMEOUT_S = 3600
 COMMON = (
@@ -64,6 +65,7 @@ def train(name: str, seed: int, steps: int, settings: tuple[str, ...], runs: Pat
         text=True,
         timeout=RUN_TIMEOUT_S,
         check=False,
+        preexec_fn=end_with_parent,
     )
     if finished.returncode != 0:
         sys.exit(f"the run {name} ended with exit code {finished.returncode}")

@@ -22,6 +22,8 @@ from typing import Any
 
 from machine import machine
 
+from roll_flash.processes.supervise import end_with_parent
+
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 RUN_TIMEOUT_S = 900
@@ -102,7 +104,9 @@ def measure(steps: int, without: str) -> dict[str, float]:
     """Train in a process of its own."""
     with tempfile.TemporaryDirectory() as runs:
         command = [sys.executable, __file__, "--steps", str(steps), "--child", without, runs]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=RUN_TIMEOUT_S)
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=RUN_TIMEOUT_S, preexec_fn=end_with_parent
+        )
     if done.returncode:
         sys.exit(f"the run ended with exit code {done.returncode}")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

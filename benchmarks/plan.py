@@ -32,6 +32,7 @@ from roll_flash.monitor.metrics import LEARNER_IDLE, SERVERS_IDLE, STALENESS_MEA
 from roll_flash.planner.measured.replay import calibrated
 from roll_flash.planner.prediction import Figure, predict
 from roll_flash.planner.search import Candidate, ranked
+from roll_flash.processes.supervise import end_with_parent
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -96,7 +97,13 @@ def train(setting: Setting, runs: Path, steps: int) -> Path:
         return folder
     command = [sys.executable, "-m", "roll_flash", "train", "configs/ci.yaml", f"name={setting.name}", f"runs={runs}"]
     words = [*COMMON, *setting.words, f"steps={steps}"]
-    done = subprocess.run([*command, *words, "--json"], cwd=ROOT, stdout=subprocess.PIPE, timeout=RUN_TIMEOUT_S)
+    done = subprocess.run(
+        [*command, *words, "--json"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        timeout=RUN_TIMEOUT_S,
+        preexec_fn=end_with_parent,
+    )
     if done.returncode != 0:
         sys.exit(f"the run {setting.name} ended with exit code {done.returncode}")
     return folder

@@ -21,6 +21,8 @@ from typing import Any
 from machine import machine
 from options import parse
 
+from roll_flash.processes.supervise import end_with_parent
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 RUN_TIMEOUT_S = 3600
@@ -36,6 +38,7 @@ def train(config: str, seed: int, runs: str, overrides: list[str]) -> dict[str, 
         text=True,
         timeout=RUN_TIMEOUT_S,
         check=False,
+        preexec_fn=end_with_parent,
     )
     if finished.returncode != 0:
         sys.exit(f"the run of seed {seed} ended with exit code {finished.returncode}")

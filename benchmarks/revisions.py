@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from roll_flash.evaluation.comparison import estimate_difference  # noqa: E402
+from roll_flash.processes.supervise import end_with_parent  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 STEPS, RUN_TIMEOUT_S = 120, 1800.0
@@ -40,7 +41,9 @@ def measure(project: Path, runs: str, steps: int, overrides: list[str]) -> dict[
     command = [sys.executable, "-m", "roll_flash", "train", "configs/ci.yaml", "name=run", f"runs={runs}"]
     settings = [*SETTINGS, f"steps={steps}", "eval.before_and_after=false", *overrides]
     began, ends = time.perf_counter(), list[float]()
-    with subprocess.Popen([*command, *settings], cwd=project, stdout=subprocess.DEVNULL) as run:
+    with subprocess.Popen(
+        [*command, *settings], cwd=project, stdout=subprocess.DEVNULL, preexec_fn=end_with_parent
+    ) as run:
         while run.poll() is None:
             done = metrics.read_text().count('"step_s"') if metrics.exists() else 0
             now = time.perf_counter() - began

@@ -36,6 +36,7 @@ import roll_flash  # noqa: E402, F401 (registers the environments)
 from roll_flash.envs.held_out import HELD_OUT_SEEDS  # noqa: E402
 from roll_flash.errors import EnvError  # noqa: E402
 from roll_flash.evaluation.comparison import Comparison, compare_folders, estimate_difference  # noqa: E402
+from roll_flash.processes.supervise import end_with_parent  # noqa: E402
 from roll_flash.run.trained_tasks import hashes_by_task  # noqa: E402
 
 RESULTS, RECIPE = ROOT / "benchmarks/results", "configs/recipes/twc.yaml"
@@ -82,6 +83,7 @@ def command(*arguments: str) -> Any:
         text=True,
         timeout=RUN_TIMEOUT_S,
         check=False,
+        preexec_fn=end_with_parent,
     )
     if done.returncode:
         sys.exit(f"roll-flash {' '.join(arguments)} ended with exit code {done.returncode}")
