@@ -213,7 +213,7 @@ OURS = [
         "",
         "textworld",
         _textworld,
-        "SmolLM2-135M, one seed, 100 held-out games, beside other work; one random seed for all turns of a game",
+        "SmolLM2-135M, one seed, 44 held-out games, beside other work",
     ),
     Claim(
         "two servers against one",
