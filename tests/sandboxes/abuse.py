@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
-from tempfile import gettempdir
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from roll_flash.sandboxes import ExecResult, Sandbox, SandboxSpec
@@ -21,11 +21,9 @@ SOURCE = Path(__file__).with_name("attack.c")
 
 @cache
 def attack_program() -> bytes:
-    target = Path(gettempdir()) / "roll-flash-attack"
-    compile_static("x86_64", [SOURCE], target)
-    content = target.read_bytes()
-    target.unlink()
-    return content
+    with TemporaryDirectory() as folder:  # other processes of the tests compile it too
+        compile_static("x86_64", [SOURCE], Path(folder, "attack"))
+        return Path(folder, "attack").read_bytes()
 
 
 def within(
@@ -49,6 +47,7 @@ def within(
         finally:
             await sandbox.close()
 
+    attack_program()  # compiled before the time begins: on a busy disk that has taken more than all of it
     return _runner.run(asyncio.wait_for(run(), 100))
 
 
