@@ -47,7 +47,7 @@ def within(
         finally:
             await sandbox.close()
 
-    attack_program()  # compiled before the time begins: on a busy disk that has taken more than all of it
+    attack_program()  # compiled before the time begins
     return _runner.run(asyncio.wait_for(run(), 100))
 
 
