@@ -38,9 +38,8 @@ def stage(scorer: Callable[..., Any]) -> type[Any]:
         return scorer
     _takes(scorer, "a stage", "trajectories")
     others = list(inspect.signature(scorer).parameters.values())[1:]
-    by_name = [
-        each.replace(kind=each.KEYWORD_ONLY) if each.kind is each.POSITIONAL_OR_KEYWORD else each for each in others
-    ]
+    named = [each for each in others if each.kind not in (each.POSITIONAL_ONLY, each.VAR_POSITIONAL)]
+    by_name = [each if each.kind is each.VAR_KEYWORD else each.replace(kind=each.KEYWORD_ONLY) for each in named]
 
     def make(self: Any, **kwargs: Any) -> None:
         self.score = partial(scorer, **kwargs)

@@ -29,7 +29,7 @@ def share_of(trajectories: Sequence[Trajectory], *, letter: str) -> list[float]:
 
 
 @roll_flash.stage
-async def share_of_async(trajectories: Sequence[Trajectory], letter: str = "b") -> list[float]:
+async def share_of_async(trajectories: Sequence[Trajectory], letter: str = "b", *_: object) -> list[float]:
     scores: list[float] = await Letters(letter).score(trajectories)
     return scores
 
