@@ -120,8 +120,8 @@ def as_page(result: dict[str, Any]) -> str:
     lines = [
         "# TextWorld Commonsense, one thing to put away",
         "",
-        f"`{result['command']}` on {result['machine']}. Success on the games of {result['games']} held-out seeds, "
-        f"{result['rows'][0]['difference']['count']} of which differ, at most {TURNS} turns.",
+        f"`{result['command']}` on {result['machine']}. Success on {result['rows'][0]['difference']['count']} held-out "
+        f"games that differ, at most {TURNS} turns.",
         "",
         f"Random actions {result['random']:.2f}; the game's own solution {result['gold']:.2f}; the model as it is "
         f"{result['zero_shot']:.2f}.",

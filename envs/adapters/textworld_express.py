@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,9 @@ class TextWorldExpress(gymnasium.Env[str, str]):
     the possible actions in each turn).
 
     The reward of a turn is by how much the score, 0 to 1, exceeds its highest value before: what is undone and done
-    again earns nothing. Training seeds play the package's games for training, held-out seeds those for tests.
+    again earns nothing. Training seeds play the package's games for training, held-out seeds those for tests: each
+    another one, as long as there are more. (The package's own seeds repeat games: its 1,000 tests of the smallest `twc`
+    are 125.)
     """
 
     observation_space = TextSpace()
@@ -79,8 +81,12 @@ class TextWorldExpress(gymnasium.Env[str, str]):
         with _calls():
             if self._game is None:
                 self._game = _open_game(*self._kind)
-            state = json.loads(self._game.generateNewGameJSON(FIRST_SEED[fold] + drawn % SEEDS_PER_FOLD, fold, True))
-            about, self._gold = self._game.getTaskDescription(), list(self._game.getGoldActionSequence())
+            if fold == "test":
+                number = _tests[self._kind].number(drawn - HELD_OUT_SEEDS, self._generated)
+            else:
+                number = drawn % SEEDS_PER_FOLD
+            about, state = self._generated(fold, number)
+            self._gold = list(self._game.getGoldActionSequence())
         return f"{about.strip()}\nReply with one action and nothing else.\n\n{self._shown(state)}", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -112,6 +118,11 @@ class TextWorldExpress(gymnasium.Env[str, str]):
             _give_back(self._kind, self._game)
             self._game = None
 
+    def _generated(self, fold: str, number: int) -> tuple[str, dict[str, Any]]:
+        """Begin a game. Return its task and its first state."""
+        state = json.loads(self._game.generateNewGameJSON(FIRST_SEED[fold] + number, fold, True))
+        return self._game.getTaskDescription(), state
+
     def _shown(self, state: Mapping[str, Any]) -> str:
         self.valid_actions = tuple(sorted(state["validActions"]))
         parts = [str(state["observation"]).strip()]
@@ -129,6 +140,29 @@ def read_action(text: str) -> str:
     return _MARKS.sub("", chosen).strip("\"'`. ").lower()
 
 
+class _Tests:
+    """The test games of one kind that differ in what the model is shown first, found as they are asked for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._shown: set[str] = set()
+        self._numbers: list[int] = []
+        self._next = 0
+
+    def number(self, index: int, generated: Callable[[str, int], tuple[str, dict[str, Any]]]) -> int:
+        """Return the number of the game at this index; behind the last one it begins again."""
+        with self._lock:
+            while len(self._numbers) <= index and self._next < SEEDS_PER_FOLD:
+                about, state = generated("test", self._next)
+                shown = json.dumps([about, state["observation"], sorted(state["validActions"])])
+                if shown not in self._shown:
+                    self._shown.add(shown)
+                    self._numbers.append(self._next)
+                self._next += 1
+            return self._numbers[index % len(self._numbers)]
+
+
+_tests: defaultdict[tuple[str, str], _Tests] = defaultdict(_Tests)
 _lock = threading.Lock()
 _gateway: Any = None
 _owner = 0

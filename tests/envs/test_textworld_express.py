@@ -171,3 +171,16 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.adapters
+def test_held_out_seeds_are_different_games_and_none_of_training() -> None:
+    env: Any = make_env(ID, params=ONE_ITEM).unwrapped
+    held_out = [env.reset(seed=HELD_OUT_SEEDS + index)[0] for index in range(125)]
+    assert len(set(held_out)) == 125
+    assert env.reset(seed=HELD_OUT_SEEDS + 125)[0] == held_out[0], "there are no more of this kind"
+    assert not set(held_out) & {env.reset(seed=seed)[0] for seed in range(1000)}
+    env.close()
+    again: Any = make_env(ID, params=ONE_ITEM).unwrapped
+    assert [again.reset(seed=HELD_OUT_SEEDS + index)[0] for index in (60, 3)] == [held_out[60], held_out[3]]
+    again.close()
