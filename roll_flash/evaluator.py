@@ -16,7 +16,8 @@ from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
 from roll_flash.config.files import read_yaml
 from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.tree import Config, EnvConfig, load_config
-from roll_flash.errors import ConfigError, InferenceError
+from roll_flash.engines.inference import ChatEndpoint
+from roll_flash.errors import ConfigError
 from roll_flash.evaluation.evaluation import (
     EpisodeRunner,
     Status,
@@ -34,7 +35,6 @@ from roll_flash.run.run_dir import find_model, find_run, make_own_folder, requir
 from roll_flash.run.trained_tasks import read_trained_tasks
 from roll_flash.system.start_checks import Checked, check_parts, check_sandboxes, require_isolation
 from roll_flash.terminal import say
-from roll_flash.types import SamplingParams
 from roll_flash.watchdog.watchdog import CLOSES_WITHIN_S, open_watchdog
 
 T = TypeVar("T")
@@ -203,15 +203,9 @@ async def check_endpoint(
     Raises InferenceError if the endpoint is down, rejects the key or the model, or sends an invalid answer; ConfigError
     for a token or cost budget if the endpoint does not report usage.
     """
-    client = OpenAIChatClient(url, model, api_key_from(api_key_env), max_attempts=2)
+    client = OpenAIChatClient.at(ChatEndpoint(url, model, api_key_env), max_attempts=2)
     try:
-        reply = await client.chat(
-            [{"role": "user", "content": "Hello"}],
-            SamplingParams(temperature=0.0, max_new_tokens=1),
-            timeout_s=timeout_s,
-        )
-    except TimeoutError:
-        raise InferenceError(f"{client.url}: no answer to a request for one token within {timeout_s:g} s") from None
+        reply = await client.ask_for_one_token(timeout_s)
     finally:
         await client.close()
     if reply.prompt_tokens is not None and reply.completion_tokens is not None:
@@ -242,7 +236,6 @@ async def _scored(plan: EvalPlan, runner: EpisodeRunner | None, status: Status |
 def _open_runner(
     plan: EvalPlan, checked: Checked, api_key_env: str | None, failure: FirstFailure
 ) -> AbstractAsyncContextManager[EpisodeRunner]:
-    from roll_flash.rollout.worker import ChatEndpoint
     from roll_flash.system.system import open_rollout
 
     logs = plan.folder / "logs"

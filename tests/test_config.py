@@ -204,6 +204,8 @@ def test_an_override_that_cannot_be_meant_is_explained(override: str, words: str
     ("override", "words"),
     [
         ("stepz=3", "unknown key 'stepz'; did you mean 'steps'?"),
+        ("policies.user.modle=m", "unknown key 'policies.user.modle'; did you mean 'policies.user.model'?"),
+        ("policies.User.model=m", "policies.User: a name has only a-z, 0-9 and _, and begins with a letter"),
         ("scheduler.groupsize=3", "unknown key 'scheduler.groupsize'; did you mean 'scheduler.group_size'?"),
         ("learner.loss.clip_hihg=0.2", "did you mean 'learner.loss.clip_high'?"),
         ("group_size=3", "did you mean 'scheduler.group_size'?"),

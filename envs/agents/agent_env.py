@@ -66,6 +66,8 @@ class AgentEnv(SandboxEnv):
       then `(1 - partial_weight) * check + partial_weight * partial`; only the check decides success. `$AGENT_ANSWERS`
       names a file with the model's answers, as the gateway recorded them: a JSON list of messages, which no agent
       can change. `$AGENT_OUTPUT` names a file with the agent's output; a model can put any text there.
+    - `policies`: fixed policies of the config that the program may ask too, each by its name as model and with the key
+      in `POLICY_KEY_NAME`.
     - `env`: variables of the program. `time_limit_s`, `memory_mb`, `cpus`, `pids`, `image` or `dockerfile`: its
       sandbox. A preset agent runs in the image of `make agents-image`.
     """
@@ -89,6 +91,7 @@ class AgentEnv(SandboxEnv):
         verifier_timeout_s: float = 25.0,
         partial_credit: str | None = None,
         partial_weight: float = 0.1,
+        policies: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         time_limit_s: float = 300.0,
         image: str | None = None,
@@ -112,6 +115,7 @@ class AgentEnv(SandboxEnv):
         self._function = load_function(verifier_function, "verifier_function") if verifier_function else None
         self._partial = CommandVerifier(partial_credit, {}, verifier_timeout_s) if partial_credit else None
         self._partial_weight = partial_weight
+        self.policies = tuple(policies)
         self._check_arguments()
         default_image = AGENTS_IMAGE if agent is not None and dockerfile is None else None
         self.sandbox_spec = SandboxSpec(  # type: ignore[misc]
@@ -263,6 +267,7 @@ class AgentEnv(SandboxEnv):
             "OPENAI_BASE_URL": f"{host}/v1",
             "OPENAI_API_BASE": f"{host}/v1",
             "OPENAI_API_KEY": gateway.api_key,
+            **{f"POLICY_KEY_{name.upper()}": gateway.policy_keys[name] for name in self.policies},
             "OPENAI_MODEL": gateway.model,
             "ANTHROPIC_BASE_URL": host,
             "ANTHROPIC_API_KEY": gateway.api_key,

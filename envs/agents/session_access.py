@@ -8,6 +8,8 @@ call.
 
 With `roles = (NAME, ...)` the policy plays several roles, such as both players of a game: each has a key of its own,
 `score()` returns a dict with the reward of each as its first value, and each is trained with its own advantage.
+
+With `policies = (NAME, ...)` it may ask fixed policies of the config's `policies` too, each with a key of its own.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ class AgentGateway:
     user. Empty unless the environment has `needs_unrecorded_calls = True`."""
     role_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Key of each of the environment's `roles`; `api_key` is that of the first."""
+    policy_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Key of each of the environment's `policies`, whose name is the model name of its requests."""
     answers: Callable[[], list[Message]] = field(default=list, repr=False)
     """Returns the model's answers in this episode so far, as the gateway recorded them, role by role: assistant
     messages of the chat API. No agent can change them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
@@ -47,20 +47,28 @@ class BadRewardError(EnvError):
     """A reward that is not a finite number."""
 
 
-def check_environments(tasks: Iterable[Task], rollout: RolloutConfig, no_roles: str = "") -> list[SandboxEnv]:
+def check_environments(
+    tasks: Iterable[Task], rollout: RolloutConfig, no_roles: str = "", policies: Collection[str] = ()
+) -> list[SandboxEnv]:
     """Make the environment of each task once; return those that need a sandbox. `no_roles`: why an environment may not
-    have several. Raises ConfigError with the reason."""
-    made = [_checked(task, rollout, no_roles) for task in tasks]
+    have several; `policies`: the fixed ones that it may ask. Raises ConfigError with the reason."""
+    made = [_checked(task, rollout, no_roles, policies) for task in tasks]
     return [env for env in made if isinstance(env, SandboxEnv)]
 
 
-def _checked(task: Task, rollout: RolloutConfig, no_roles: str) -> Any:
+def _checked(task: Task, rollout: RolloutConfig, no_roles: str, policies: Collection[str]) -> Any:
     try:
         env = make_env(task.env_id, **task.kwargs).unwrapped
         if isinstance(env, Env):
             _check_timeouts(task.env_id, env, rollout)
-        if getattr(env, "roles", ()) and not _runs_own_loop(env):
-            raise ConfigError(f"{task.env_id}: roles need runs_own_loop=True: each plays through the gateway")
+        for several in ("roles", "policies"):
+            if getattr(env, several, ()) and not _runs_own_loop(env):
+                raise ConfigError(f"{task.env_id}: {several} need runs_own_loop=True: each plays through the gateway")
+        if unknown := sorted({*getattr(env, "policies", ())} - {*policies}):
+            raise ConfigError(
+                f"{task.env_id} asks the policy {unknown[0]!r}, which the config does not name: set policies."
+                f"{unknown[0]}.base_url and model"
+            )
         if getattr(env, "roles", ()) and no_roles:
             raise ConfigError(f"{task.env_id}: {no_roles}")
         if task.prefix and (reason := why_not_repeatable(env)):
@@ -129,6 +137,11 @@ class AsyncEnvironment:
 
     async def play(self, gateway: AgentGateway) -> None:
         await self._call(self.unwrapped.play, gateway)
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Names of the fixed policies that it asks beside the one in training."""
+        return tuple(getattr(self.unwrapped, "policies", ()))
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ import aiohttp
 
 from roll_flash.chat.model_text import encodable
 from roll_flash.config.addresses import is_loopback
+from roll_flash.engines.inference import ChatEndpoint
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.types import FinishReason, Message, SamplingParams
 
@@ -139,6 +140,20 @@ class OpenAIChatClient:
             if not (api_key.isascii() and api_key.isprintable()):
                 raise InferenceError(f"{base_url}: the key for this endpoint has characters that no key can have")
             self._headers["Authorization"] = f"Bearer {api_key}"
+
+    @classmethod
+    def at(cls, endpoint: ChatEndpoint, *, max_attempts: int = 5) -> OpenAIChatClient:
+        """Raises ConfigError without the endpoint's key."""
+        return cls(endpoint.base_url, endpoint.model, api_key_from(endpoint.api_key_env), max_attempts=max_attempts)
+
+    async def ask_for_one_token(self, timeout_s: float) -> ChatReply:
+        """Ask for one token, so that errors are reported early. Raises InferenceError if the endpoint is down, rejects
+        the key or the model, or sends an invalid answer."""
+        hello: list[Message] = [{"role": "user", "content": "Hello"}]
+        try:
+            return await self.chat(hello, SamplingParams(temperature=0.0, max_new_tokens=1), timeout_s=timeout_s)
+        except TimeoutError:
+            raise InferenceError(f"{self.url}: no answer to a request for one token within {timeout_s:g} s") from None
 
     async def chat(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -29,16 +29,17 @@ def find_key(name: str, root: type[BaseModel]) -> str | None:
         return f"{LIST_OF_ENVIRONMENTS}.0.id"
     if name in MOVED or name in SYNONYMS:
         return MOVED.get(name) or SYNONYMS[name]
-    ends = [key for key in keys if key.endswith(f".{name}")]
+    ends = [key for key in keys if key.endswith(f".{name}") and ".NAME." not in key]
     return ends[0] if len(ends) == 1 else None
 
 
 def all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
-    """Return the dotted keys of a section and of those in it; a list of sections counts as its entry 0."""
+    """Return the dotted keys of a section and of those in it. Of a list of sections it is entry 0, of sections by name
+    the one named NAME."""
     keys = []
     for name in section.model_fields:
         child = _section_type(section, name)
-        entry = "0." if child is not None and _is_list(section, name) else ""
+        entry = "NAME." if _is_mapping(section, name) else "0." if child and _is_list(section, name) else ""
         keys.extend(all_keys(child, f"{prefix}{name}.{entry}") if child else [prefix + name])
     return keys
 
@@ -54,6 +55,8 @@ def _explain(item: Mapping[str, Any], root: type[BaseModel]) -> str:
             return moved_text(where) or f"unknown key {where!r}{_suggest(where, root)}"
         case "missing":
             return f"{where!r} is required"
+        case "string_pattern_mismatch" if item["loc"][-1] == "[key]":
+            return f"{where.removesuffix('.[key]')}: a name has only a-z, 0-9 and _, and begins with a letter"
         case "value_error":
             reason = str(item["ctx"]["error"])
             return f"{where}: {reason}" if where else reason
@@ -70,12 +73,15 @@ def _shown(value: Any) -> str:
 def _suggest(where: str, root: type[BaseModel]) -> str:
     *parents, wrong = where.split(".")
     section: type[BaseModel] = root
-    for part in parents:
+    parts = iter(parents)
+    for part in parts:
         if part.isdigit():  # index in a list of sections
             continue
         child = _section_type(section, part)
         if child is None:
             return ""
+        if _is_mapping(section, part):
+            next(parts, None)
         section = child
     if wrong in SYNONYMS:
         return f"; did you mean {SYNONYMS[wrong]!r}?"
@@ -96,6 +102,10 @@ def _section_type(section: type[BaseModel], name: str) -> type[BaseModel] | None
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
     return None
+
+
+def _is_mapping(section: type[BaseModel], name: str) -> bool:
+    return get_origin(section.model_fields[name].annotation) is dict
 
 
 def _is_list(section: type[BaseModel], name: str) -> bool:

@@ -21,6 +21,8 @@ wrong value, or settings that cannot go together are an error with one line each
 `python -m roll_flash.config.reference > docs/config.md` makes this page from the models in `roll_flash/config/`.
 """
 _WORDS = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "object": "mapping"}
+_FORMS = {"array": (" (a list)", "N."), "object": (" (by name)", "NAME.")}
+"""What a key is that holds several sections, and how one of them is named."""
 WIDTH = 120
 Schema = Mapping[str, Any]
 
@@ -43,14 +45,15 @@ def _section(section: Schema, prefix: str, definitions: Schema) -> Iterator[str]
             inner.append((f"{prefix}{name}", found, described))
     yield ""
     for name, found, described in inner:
-        is_list = described.get("type") == "array"
-        yield f"## `{name}`{' (a list)' if is_list else ''}\n\n{_wrapped(described['description'])}\n"
-        yield from _section(definitions[found], f"{name}.N." if is_list else f"{name}.", definitions)
+        form, part = _FORMS.get(described.get("type", ""), ("", ""))
+        yield f"## `{name}`{form}\n\n{_wrapped(described['description'])}\n"
+        yield from _section(definitions[found], f"{name}.{part}", definitions)
 
 
 def _section_of(described: Schema) -> str | None:
-    """Return the name of the section that a key holds: one, a list of them, or one or null."""
-    for form in (described, described.get("items", {}), *described.get("anyOf", ())):
+    """Return the name of the section that a key holds: one, a list of them, some by name, or one or null."""
+    named = described.get("patternProperties", {}).values()
+    for form in (described, described.get("items", {}), *named, *described.get("anyOf", ())):
         if "$ref" in form:
             return str(form["$ref"].rsplit("/", 1)[-1])
     return None

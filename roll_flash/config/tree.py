@@ -34,6 +34,7 @@ from roll_flash.config.sections.data import COLUMNS, Data, Rewards, distinct_nam
 from roll_flash.config.sections.distill import TEACHER, DistillConfig
 from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.sections.learner import LearnerConfig, WarmStartConfig
+from roll_flash.config.sections.policies import Policies
 from roll_flash.config.sections.scheduler import SchedulerConfig
 from roll_flash.config.sections.stages import Stages
 from roll_flash.errors import ConfigError, KeysError
@@ -392,6 +393,9 @@ class Config(Section):
     """Stages that score trajectories in the stream: judges, reward models, your own classes."""
     distill: DistillConfig | None = None
     """On-policy distillation: a teacher scores each sampled token; docs/algorithms.md says when to use it."""
+    policies: Policies = Field(default_factory=dict)
+    """Fixed policies that environments ask by name through the gateway, such as opponents and simulated users;
+    docs/self-play.md has an example."""
     inference: InferenceConfig = InferenceConfig()
     """The inference engine and its servers."""
     learner: LearnerConfig = LearnerConfig()

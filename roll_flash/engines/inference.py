@@ -165,6 +165,15 @@ class ClientSpec:
     """An answer with experts that the model does not have is wrong."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChatEndpoint:
+    """An OpenAI-compatible endpoint of somebody else. `api_key_env`: name of the environment variable with the key."""
+
+    base_url: str
+    model: str
+    api_key_env: str | None = None
+
+
 class InferenceClient(Protocol):
     async def generate(
         self,

@@ -136,8 +136,12 @@ class GatewayServer:
             await self._runner.cleanup()
         await self._threads.close()
 
-    def open_session(self, settings: SessionSettings, session_id: str | None = None) -> Session:
+    def open_session(
+        self, settings: SessionSettings, session_id: str | None = None, backend: Backend | None = None
+    ) -> Session:
+        """`backend`: answers this session in the place of the gateway's own."""
         session = Session(session_id or uuid.uuid4().hex, settings, self._call_timeout_s, self._threads)
+        session.backend = backend or self.backend
         self._sessions[session.api_key] = session
         self._counts.sessions += 1
         return session
@@ -227,23 +231,23 @@ class GatewayServer:
             response.headers["Connection"] = "close"
 
     async def _models(self, request: web.Request) -> web.Response:
-        self.session_of(request)
-        return web.json_response({"object": "list", "data": [self._described()]})
+        return web.json_response({"object": "list", "data": [_described(self.session_of(request).backend)]})
 
     async def _model(self, request: web.Request) -> web.Response:
-        self.session_of(request)
-        self._require_model({"model": request.match_info["name"]})
-        return web.json_response(self._described())
+        backend = self.session_of(request).backend
+        _require_model({"model": request.match_info["name"]}, backend)
+        return web.json_response(_described(backend))
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        parse = partial(chat_completions.parse, tokens_are_known=self.backend.max_length is not None)
+        tokens_are_known = self.session_of(request).backend.max_length is not None
+        parse = partial(chat_completions.parse, tokens_are_known=tokens_are_known)
         session, body, call = await self._read(request, parse)
         streams, usage = flag(body, "stream"), chat_completions.wants_usage(body)
         reply, records = await self._complete(call, session)
         if streams:
-            events = chat_completions.events(reply, self.backend.model, with_usage=usage)
+            events = chat_completions.events(reply, session.backend.model, with_usage=usage)
             return await self._send(request, events, session, records)
-        return await self._send_whole(session, records, partial(chat_completions.render, reply, self.backend.model))
+        return await self._send_whole(session, records, partial(chat_completions.render, reply, session.backend.model))
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         earlier = self.session_of(request).responses
@@ -255,18 +259,19 @@ class GatewayServer:
         response_id = responses_api.new_response_id()
         session.responses[response_id] = records[0]
         if streams:
-            events = responses_api.events(reply, self.backend.model, response_id, body)
+            events = responses_api.events(reply, session.backend.model, response_id, body)
             return await self._send(request, events, session, records)
-        render = partial(responses_api.render, reply, self.backend.model, response_id, body)
+        render = partial(responses_api.render, reply, session.backend.model, response_id, body)
         return await self._send_whole(session, records, render)
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         session, body, call = await self._read(request, anthropic_messages.parse)
         streams = flag(body, "stream")
         reply, records = await self._complete(call, session)
+        model = session.backend.model
         if streams:
-            return await self._send(request, anthropic_messages.events(reply, self.backend.model), session, records)
-        return await self._send_whole(session, records, partial(anthropic_messages.render, reply, self.backend.model))
+            return await self._send(request, anthropic_messages.events(reply, model), session, records)
+        return await self._send_whole(session, records, partial(anthropic_messages.render, reply, model))
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         """Count tokens; it counts as a model call, because it costs as much."""
@@ -274,7 +279,7 @@ class GatewayServer:
         session.admit()
         self._counts.calls += 1
         with _noting_trouble(session):
-            tokens = await session.run(self.backend.count_tokens(call, session))
+            tokens = await session.run(session.backend.count_tokens(call, session))
         return web.json_response({"input_tokens": tokens})
 
     async def _read(
@@ -293,7 +298,7 @@ class GatewayServer:
 
         def understand() -> tuple[dict[str, Any], ModelCall]:
             body = decode_object(content)
-            self._require_model(body)
+            _require_model(body, session.backend)
             call = parse(body)
             assert call.keys
             return body, call
@@ -314,7 +319,7 @@ class GatewayServer:
         records: list[CallRecord] = []
 
         async def completed() -> Reply:
-            reply, recorded = await self.backend.complete(call, session, number)
+            reply, recorded = await session.backend.complete(call, session, number)
             records.extend(recorded)  # at once: the agent may disconnect before the caller goes on
             return reply
 
@@ -339,18 +344,19 @@ class GatewayServer:
         with _noting_trouble(session, records):
             return web.Response(body=await session.work.do(rendered, size), content_type="application/json")
 
-    def _require_model(self, body: Mapping[str, Any]) -> None:
-        asked = body.get("model")
-        if asked is None:
-            raise bad_request(f"model must be given: {self.backend.model!r}", "model")
-        if asked != self.backend.model:
-            message = f"the model {str(asked)[:100]!r} does not exist here; ask for {self.backend.model!r}"
-            raise ApiError(404, "model_not_found", message, "model")
 
-    def _described(self) -> dict[str, Any]:
-        length = self.backend.max_length
-        described = {"id": self.backend.model, "object": "model", "created": 0, "owned_by": "roll-flash"}
-        return described if length is None else {**described, "max_model_len": length}
+def _require_model(body: Mapping[str, Any], backend: Backend) -> None:
+    asked = body.get("model")
+    if asked is None:
+        raise bad_request(f"model must be given: {backend.model!r}", "model")
+    if asked != backend.model:
+        message = f"the model {str(asked)[:100]!r} does not exist here; ask for {backend.model!r}"
+        raise ApiError(404, "model_not_found", message, "model")
+
+
+def _described(backend: Backend) -> dict[str, Any]:
+    described = {"id": backend.model, "object": "model", "created": 0, "owned_by": "roll-flash"}
+    return described if backend.max_length is None else {**described, "max_model_len": backend.max_length}
 
 
 @contextmanager

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from roll_flash.chat.rendered_conversation import Thinking
+from roll_flash.config.sections.policies import TRAINED, PolicyConfig
 from roll_flash.config.tree import SandboxConfig
-from roll_flash.engines.inference import ClientSpec, InferenceClient
+from roll_flash.engines.inference import ChatEndpoint, ClientSpec, InferenceClient
 from roll_flash.envs.hosting.environment_threads import EnvironmentThreads
 from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMaker
 from roll_flash.envs.hosting.sandbox_lease import LazySandbox, default_spec, open_pool
@@ -55,15 +56,6 @@ TURNS_WAIT_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class ChatEndpoint:
-    """A third-party OpenAI-compatible endpoint. `api_key_env`: name of the environment variable with the key."""
-
-    base_url: str
-    model: str
-    api_key_env: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """Picklable settings of a worker. `model`: our own servers or a third-party endpoint; None: servers of ours that
     are still starting, of which `use` tells later."""
@@ -77,6 +69,8 @@ class WorkerSettings:
     run: str
     success_above: Mapping[str, float] = field(default_factory=dict)
     """Environment id -> reward above which an episode is a success, where the environment does not say."""
+    policies: Mapping[str, PolicyConfig] = field(default_factory=dict)
+    """Fixed policies that environments ask through the gateway."""
     threads: int = 32
     """Maximum number of blocking environments that step at the same time."""
     thinking: Thinking = "keep"
@@ -149,9 +143,9 @@ class Worker:
             await self._pool.start(self._spec)
         model = self._settings.model
         if isinstance(model, ChatEndpoint):
-            from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
+            from roll_flash.chat.openai_client import OpenAIChatClient
 
-            self._chat_client = OpenAIChatClient(model.base_url, model.model, api_key_from(model.api_key_env))
+            self._chat_client = OpenAIChatClient.at(model)
             return
         from roll_flash.chat.rendered_conversation import open_conversation
         from roll_flash.chat.tokenizer import load_tokenizer
@@ -283,15 +277,17 @@ class Worker:
     def _open_agents(self) -> AgentEpisodes:
         """Create the gateway at the first environment that plays itself: most runs need no HTTP server."""
         from roll_flash.gateway.endpoint_backend import EndpointBackend
+        from roll_flash.gateway.policies import FixedPolicies
         from roll_flash.gateway.token_backend import TokenBackend
-        from roll_flash.rollout.episodes.agent_episode import MODEL_NAME, AgentEpisodes
+        from roll_flash.rollout.episodes.agent_episode import AgentEpisodes
 
+        settings, policies = self._settings, FixedPolicies(self._settings.policies)
         if self._chat_client is not None:
-            return AgentEpisodes(EndpointBackend(self._chat_client))
+            return AgentEpisodes(EndpointBackend(self._chat_client), policies)
         assert self._client is not None, "start() was not awaited"
-        length, thinking = self._settings.max_length, self._settings.thinking
-        backend = TokenBackend(self._client, self._tokenizer, model=MODEL_NAME, max_length=length, thinking=thinking)
-        return AgentEpisodes(backend, pins_groups=self._settings.pins_groups)
+        length, thinking = settings.max_length, settings.thinking
+        backend = TokenBackend(self._client, self._tokenizer, model=TRAINED, max_length=length, thinking=thinking)
+        return AgentEpisodes(backend, policies, pins_groups=settings.pins_groups)
 
     def _forget(self, running: _RunningEpisode, task: asyncio.Task[None]) -> None:
         """Remove an ended episode, and report a failure if it has no outcome: its group must not wait forever."""

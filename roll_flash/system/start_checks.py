@@ -70,12 +70,12 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
     size = total_size([entry.source for entry in entries])
     levels = first_tasks_of_levels(entries, config.seed, TASKS)
     no_roles = NO_ROLES_IN_GIGPO if trains and config.learner.advantage == "gigpo" else ""
-    in_sandboxes = check_environments([tasks[0] for tasks in levels], config.rollout, no_roles)
+    in_sandboxes = check_environments([tasks[0] for tasks in levels], config.rollout, no_roles, config.policies)
     if not trains or config.eval.before_and_after or config.eval.every:
         for entry in entries:
             (first, *_) = held_out_of(entry.source, entry.env, config.eval)
             if entry.env.task_source is not None:
-                check_environments([first], config.rollout)
+                check_environments([first], config.rollout, policies=config.policies)
     specs = [env.sandbox_spec or default_spec(config.sandbox) for env in in_sandboxes]
     if trains:
         check_exporters(config.monitor.export)

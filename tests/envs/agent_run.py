@@ -9,9 +9,11 @@ from typing import Any
 from aiohttp import web
 
 from roll_flash.chat.openai_client import OpenAIChatClient
+from roll_flash.config.sections.policies import PolicyConfig
 from roll_flash.envs.hosting.environments import AsyncEnvironment
 from roll_flash.envs.registration import make_env
 from roll_flash.gateway.endpoint_backend import EndpointBackend
+from roll_flash.gateway.policies import FixedPolicies
 from roll_flash.processes.background import DaemonThreads
 from roll_flash.rollout.episodes.agent_episode import AgentEpisodes
 from roll_flash.rollout.episodes.episode import Deadlines, Progress
@@ -32,9 +34,11 @@ async def agent_episode(env_id: str, seed: int, says: Says, *, max_turns: int = 
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    client = OpenAIChatClient(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "policy")
-    episodes = AgentEpisodes(EndpointBackend(client))
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    client = OpenAIChatClient(url, "policy")
     env = AsyncEnvironment(make_env(env_id, **kwargs), DaemonThreads())
+    policies = {name: PolicyConfig(base_url=url, model=name) for name in env.policies}
+    episodes = AgentEpisodes(EndpointBackend(client), FixedPolicies(policies))
     spec = EpisodeSpec("e", "g", 0, Task("t", env_id, seed), SamplingParams(), max_turns)
     try:
         async with asyncio.timeout(120):

@@ -23,6 +23,7 @@ class Access:
     api_key: str = "the-key-of-this-episode"
     model: str = "policy"
     said: list[Answer] = field(default_factory=list)
+    policy_keys: dict[str, str] = field(default_factory=dict)
 
     def answers(self) -> list[Any]:
         return self.said

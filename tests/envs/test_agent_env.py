@@ -10,6 +10,7 @@ import inspect
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -218,6 +219,22 @@ open("reached", "w").write(str(reached))
                 return await sandbox.read("reached")
 
     assert asyncio.run(look()) == b"[8011]"
+
+
+def test_the_program_has_the_keys_of_the_fixed_policies_that_it_may_ask() -> None:
+    code = f"{ASK}\nimport os\nopen('keys', 'w').write(str([(k, v) for k, v in os.environ.items() if 'POLICY' in k]))"
+
+    async def look() -> bytes:
+        async with scripted_chat(quiet) as access:
+            env = python(code, policies=["user"])
+            assert env.policies == ("user",)
+            async with open_sandbox(env.sandbox_spec, provider="docker") as sandbox:
+                env.sandbox = sandbox
+                await env.reset(seed=SEED)
+                await env.play(replace(access, policy_keys={"user": "the-key-of-the-user"}))
+                return await sandbox.read("keys")
+
+    assert asyncio.run(look()) == b"[('POLICY_KEY_USER', 'the-key-of-the-user')]"
 
 
 @pytest.mark.parametrize("how", ["argument", "variable", "file", "standard input", "shell line"])

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,19 +25,55 @@ from roll_flash.run.learner_logprobs import read_logprobs
 from tests.docs.pages import blocks_of
 
 PAGE = "docs/self-play.md"
-ENVIRONMENT, CONFIG, COMMAND = (block.text for block in blocks_of(PAGE))
+ENVIRONMENT, CONFIG, COMMAND, AGAINST, AGAINST_CONFIG, _, AGAINST_COMMAND = (block.text for block in blocks_of(PAGE))
 RUN_TIMEOUT_S = 600
+
+
+@contextmanager
+def taking_one_stone() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A stand-in for an endpoint, which takes one stone in each turn; its URL and what it is asked."""
+    bodies: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            choice = {"message": {"role": "assistant", "content": "1"}, "finish_reason": "stop"}
+            body = json.dumps({"choices": [choice]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1", bodies
+    finally:
+        server.shutdown()
+        thread.join(timeout=10)
+        server.server_close()
+
+
+def run(command: str, cwd: Path, *keys: str) -> Path:
+    """Run a command of the page, and return the folder of its run."""
+    words = [sys.executable, "-m", "roll_flash", *shlex.split(command)[1:], *keys]
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the books balance" in done.stdout
+    (folder,) = (cwd / "runs").iterdir()
+    return folder
 
 
 @pytest.mark.ray
 def test_its_run_trains_both_seats_and_the_books_balance(tmp_path: Path) -> None:
     (tmp_path / "nim.py").write_text(ENVIRONMENT)
     (tmp_path / "nim.yaml").write_text(CONFIG)
-    command = [sys.executable, "-m", "roll_flash", *shlex.split(COMMAND)[1:], "learner.log_logprobs=true"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the books balance" in done.stdout
-    folder = tmp_path / "runs" / "nim"
+    folder = run(COMMAND, tmp_path, "learner.log_logprobs=true")
     steps = [row for row in read_metrics(folder) if STEP_S in row]
     assert len(steps) == 2
     for row in steps:
@@ -54,6 +96,19 @@ def test_its_run_trains_both_seats_and_the_books_balance(tmp_path: Path) -> None
                 place: sum(sample["policy_mask"]) for place, sample in enumerate(samples)
             }
     assert computed > 0
+
+
+@pytest.mark.ray
+def test_a_fixed_policy_plays_and_only_the_other_seat_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "nim.py").write_text(f"{ENVIRONMENT}\n\n{AGAINST}")
+    (tmp_path / "against.yaml").write_text(AGAINST_CONFIG)
+    with taking_one_stone() as (url, bodies):
+        folder = run(AGAINST_COMMAND, tmp_path, f"policies.second.base_url={url}")
+    episodes = [record for record in read_episodes(folder / "episodes") if record["kind"] == "trajectory"]
+    assert len(episodes) == 32
+    assert all([record["role"], record["branches"]] == ["first", []] for record in episodes)
+    assert len(bodies) > 32
+    assert {(body["model"], body["max_tokens"]) for body in bodies[1:]} == {("nim", 8)}
 
 
 def test_its_figures_are_those_of_the_learner() -> None:

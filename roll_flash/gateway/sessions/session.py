@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_flash.gateway.apis.api_error import ApiError
 from roll_flash.gateway.model_call import ModelCall, RequestedSampling
@@ -19,6 +19,9 @@ from roll_flash.gateway.sessions.history import CallRecord, History
 from roll_flash.gateway.sessions.work import SessionWork, WorkThreads
 from roll_flash.processes.background import cancel_and_wait
 from roll_flash.types import FailureCause, SamplingParams
+
+if TYPE_CHECKING:
+    from roll_flash.gateway.backend import Backend
 
 T = TypeVar("T")
 
@@ -56,6 +59,8 @@ class Session:
     ) -> None:
         """`threads`: the threads of the gateway."""
         self.session_id = session_id
+        self.backend: Backend
+        """Answers its calls; the gateway sets it."""
         self.api_key = f"rf-{secrets.token_urlsafe(24)}"
         self.settings = settings
         self.timeout_s = timeout_s

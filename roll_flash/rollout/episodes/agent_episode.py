@@ -13,22 +13,21 @@ from dataclasses import replace
 from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.hosting.environments import AsyncEnvironment
 from roll_flash.gateway.backend import Backend
+from roll_flash.gateway.policies import FixedPolicies
 from roll_flash.gateway.server import GatewayServer
 from roll_flash.gateway.sessions.finished_episode import finished_episode, join_roles
 from roll_flash.gateway.sessions.session import Session, SessionSettings
 from roll_flash.rollout.episodes.episode import Deadlines, EpisodeFailed, Progress, environment_errors
 from roll_flash.types import EpisodeSpec, Trajectory
 
-MODEL_NAME = "policy"
-"""Model name that agents use in a run. With a third-party endpoint they use the endpoint's model name."""
-
 
 class AgentEpisodes:
     """The gateway of one worker. The caller closes the backend."""
 
-    def __init__(self, backend: Backend, *, pins_groups: bool = False) -> None:
+    def __init__(self, backend: Backend, policies: FixedPolicies, *, pins_groups: bool = False) -> None:
         """`pins_groups`: send all requests of a group to one server."""
         self._backend = backend
+        self._policies = policies
         self._pins_groups = pins_groups
         self._gateway: GatewayServer | None = None
         self._starting = asyncio.Lock()
@@ -52,8 +51,20 @@ class AgentEpisodes:
             own = spec.sampling.with_own_seed(len(recorded))
             aside = replace(settings, sampling=own, max_calls=None)
             sessions.append(gateway.open_session(aside, f"{spec.episode_id}-unrecorded"))
+        unrecorded_key = sessions[-1].api_key if len(sessions) > len(recorded) else ""
+        others = self._policies.open_sessions(gateway, spec, env.policies)
+        sessions += others.values()
+        access = AgentGateway(
+            gateway.port,
+            sessions[0].api_key,
+            self._backend.model,
+            unrecorded_key,
+            {role: session.api_key for role, session in recorded.items() if role},
+            {name: session.api_key for name, session in others.items()},
+            lambda: [answer for session in recorded.values() for answer in session.history.answers()],
+        )
         try:
-            return await self._play(spec, env, deadlines, progress, gateway, recorded, sessions)
+            return await self._play(spec, env, deadlines, progress, access, gateway, recorded, sessions)
         except EpisodeFailed:
             _raise_session_error(sessions)
             raise
@@ -68,6 +79,7 @@ class AgentEpisodes:
     async def close(self) -> None:
         if self._gateway is not None:
             await self._gateway.close()
+        await self._policies.close()
 
     def metrics(self) -> dict[str, float]:
         """Return the gateway's metrics; empty before the first episode."""
@@ -79,21 +91,13 @@ class AgentEpisodes:
         env: AsyncEnvironment,
         deadlines: Deadlines,
         progress: Progress,
+        access: AgentGateway,
         gateway: GatewayServer,
         recorded: Mapping[str, Session],
         sessions: Sequence[Session],
     ) -> Trajectory:
-        """Play with one session for each role, `recorded`; the last of `sessions` may be one that is only answered."""
+        """Play with one session for each role, `recorded`; the others of `sessions` are only answered."""
         progress.now("the agent")
-        keys = {role: session.api_key for role, session in recorded.items()}
-        access = AgentGateway(
-            gateway.port,
-            sessions[0].api_key,
-            self._backend.model,
-            sessions[-1].api_key if len(sessions) > len(recorded) else "",
-            {role: key for role, key in keys.items() if role},
-            lambda: [answer for session in recorded.values() for answer in session.history.answers()],
-        )
         async with environment_errors(deadlines.episode_s, "play"):
             await env.play(access)
         for opened in sessions:

@@ -1,0 +1,186 @@
+"""Environments that ask fixed policies beside the one in training, through the same gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from aiohttp import web
+from test_agent_episodes import ask, client_of
+
+from roll_flash.config.sections.policies import PolicyConfig
+from roll_flash.config.tree import RolloutConfig, load_config
+from roll_flash.engines.inference import ClientSpec
+from roll_flash.envs import Env, register_env
+from roll_flash.envs.agents.session_access import AgentGateway
+from roll_flash.envs.hosting.environments import check_environments
+from roll_flash.errors import ConfigError, InferenceError
+from roll_flash.gateway.policies import check_policies
+from roll_flash.models.prepare import resolve_model
+from roll_flash.rollout.episodes.episode import Deadlines
+from roll_flash.rollout.worker import Outcome, Worker, WorkerSettings
+from roll_flash.scheduling.tasks import make_task
+from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Trajectory
+from tests.inference.stand_in_server import StandInServer, well
+
+NAMES = ("rival", "user")
+
+
+class Council(Env):
+    """The policy in training speaks once, then each fixed policy `calls` times; all that was said is in the info."""
+
+    runs_own_loop = True
+    policies = NAMES
+
+    def __init__(self, calls: int = 2, ask_as: str = "", loop: bool = True) -> None:
+        self._calls, self._ask_as, self.runs_own_loop = calls, ask_as, loop
+
+    async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return "", {}
+
+    async def play(self, gateway: AgentGateway) -> None:
+        self._said: list[tuple[str, str]] = []
+        self._models: list[str] = []
+        async with client_of(gateway) as client:
+            await ask(client, gateway, [{"role": "user", "content": "You begin."}])
+            for name in NAMES:
+                other = client.with_options(api_key=gateway.policy_keys[name])
+                self._models += [model.id async for model in other.models.list()]
+                for _ in range(self._calls):
+                    messages: list[Any] = [{"role": "user", "content": f"Your turn, {name}."}]
+                    answer = await other.chat.completions.create(
+                        model=self._ask_as or name, messages=messages, temperature=0.1, max_tokens=5000
+                    )
+                    self._said.append((name, answer.choices[0].message.content or ""))
+
+    async def score(self) -> tuple[float, Mapping[str, Any]]:
+        return 1.0, {"said": self._said, "models": self._models}
+
+
+register_env("Council-v0", Council)
+
+
+class Endpoint:
+    """A stand-in for an endpoint: it answers with the name of the model that was asked for, or with `status`."""
+
+    def __init__(self, status: int = 200) -> None:
+        self.status = status
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+
+    async def __aenter__(self) -> Endpoint:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self._answer)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        if self.status != 200:
+            return web.json_response({"error": {"message": "no such model"}}, status=self.status)
+        body = await request.json()
+        self.asked.append(body)
+        self.keys.append(request.headers.get("Authorization", ""))
+        message = {"role": "assistant", "content": f"I am {body['model']}"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return web.json_response({"choices": [choice], "usage": {"prompt_tokens": 9, "completion_tokens": 2}})
+
+
+def configs(url: str, **fields: Any) -> dict[str, PolicyConfig]:
+    return {name: PolicyConfig(base_url=url, model=f"the-{name}", **fields) for name in NAMES}
+
+
+async def play(policies: Mapping[str, PolicyConfig], kwargs: Any, episodes: int = 1) -> list[Outcome]:
+    async with StandInServer(well, version=2) as server:
+        model, deadlines = ClientSpec("vllm", (server.endpoint,), "tiny", 512), Deadlines(20.0, 20.0, 40.0)
+        settings = WorkerSettings(model, resolve_model("tiny"), 512, deadlines, None, "agents", policies=policies)
+        worker = Worker(settings)
+        ended: list[Outcome] = []
+        try:
+            await worker.start()
+            task = make_task("Council-v0", 0, kwargs)
+            sampling = SamplingParams(max_new_tokens=6, seed=1)
+            worker.submit([EpisodeSpec(f"c{number}", "g", 0, task, sampling, 8) for number in range(episodes)])
+            async with asyncio.timeout(40):
+                while len(ended) < episodes:
+                    ended += await worker.poll(1.0)
+        finally:
+            await worker.close()
+        return ended
+
+
+def test_each_fixed_policy_answers_and_only_the_one_in_training_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RIVALS_KEY", "secret")
+
+    async def run() -> None:
+        async with Endpoint() as endpoint:
+            policies = configs(endpoint.url, api_key_env="RIVALS_KEY", temperature=0.5, max_new_tokens=99)
+            (outcome,) = await play(policies, {})
+            assert isinstance(outcome, Trajectory), outcome
+            assert outcome.info["said"] == [[name, f"I am the-{name}"] for name in NAMES for _ in range(2)]
+            assert outcome.info["models"] == list(NAMES)
+            assert (outcome.policy_tokens, len(outcome.turns), outcome.branches) == (6, 1, ())
+            assert set(endpoint.keys) == {"Bearer secret"}, "the gateway knows the key, the agent does not"
+            assert {(body["temperature"], body["max_tokens"]) for body in endpoint.asked} == {(0.5, 99)}
+            assert len({body["seed"] for body in endpoint.asked}) == 4, "no two calls draw the same random numbers"
+
+    asyncio.run(run())
+
+
+def test_the_calls_of_an_episode_are_limited_and_its_other_models_do_not_exist() -> None:
+    async def run() -> None:
+        async with Endpoint() as endpoint:
+            (outcome,) = await play(configs(endpoint.url, max_calls=3), {"calls": 4})
+            assert isinstance(outcome, EpisodeFailure)
+            assert (outcome.cause, "3 calls of the model are used up" in outcome.message) == ("env_error", True)
+            (outcome,) = await play(configs(endpoint.url), {"ask_as": "policy"})
+            assert isinstance(outcome, EpisodeFailure)
+            assert "'policy' does not exist here; ask for 'rival'" in outcome.message
+
+    asyncio.run(run())
+
+
+def test_an_endpoint_that_fails_is_the_cause_of_the_episodes_end() -> None:
+    async def run() -> None:
+        async with Endpoint(status=404) as endpoint:
+            (outcome,) = await play(configs(endpoint.url), {})
+        assert isinstance(outcome, EpisodeFailure)
+        assert (outcome.cause, endpoint.url in outcome.message) == ("generate_error", True)
+
+    asyncio.run(run())
+
+
+def test_a_policy_that_does_not_answer_is_named_before_anything_starts() -> None:
+    async def run() -> None:
+        async with Endpoint() as endpoint:
+            await check_policies(configs(endpoint.url))
+            assert [body["max_tokens"] for body in endpoint.asked] == [1, 1]
+            endpoint.status = 404
+            with pytest.raises(InferenceError, match=r"policies\.rival: http://127.*no such model"):
+                await check_policies(configs(endpoint.url))
+            with pytest.raises(ConfigError, match="NOT_SET is not set"):
+                await check_policies(configs(endpoint.url, api_key_env="NOT_SET"))
+
+    asyncio.run(run())
+
+
+def test_what_cannot_work_is_refused() -> None:
+    task = make_task("Council-v0", 0, {})
+    with pytest.raises(ConfigError, match=r"the policy .user., which the config does not name: set policies\.user"):
+        check_environments([task], RolloutConfig(), policies=("rival",))
+    with pytest.raises(ConfigError, match="policies need runs_own_loop"):
+        check_environments([make_task("Council-v0", 0, {"loop": False})], RolloutConfig(), policies=NAMES)
+    check_environments([task], RolloutConfig(), policies=NAMES)
+    described = {"model": {"path": "tiny"}, "envs": [{"id": "Council-v0"}]}
+    policy = {"base_url": "http://127.0.0.1:9/v1", "model": "m"}
+    with pytest.raises(ConfigError, match="'policy' is the name of the policy in training"):
+        load_config({**described, "policies": {"policy": policy}})
+    with pytest.raises(ConfigError, match="policies"):
+        load_config({**described, "policies": {"not a name": policy}})
