@@ -81,13 +81,13 @@ class FileQuest(SandboxToolEnv):
             root = folder / "found"
             try:
                 report = await self.sandbox.get_tree(".", root, max_bytes=MAX_BYTES, max_entries=MAX_FILES)
+                found = {str(path.relative_to(root)): _content(path) for path in root.rglob("*") if not path.is_dir()}
             except SandboxFileError:
                 return {}
-            except OSError as error:
+            except OSError as error:  # a path that is too long only together with the folder's
                 if error.errno != errno.ENAMETOOLONG:
                     raise
                 return {}
-            found = {str(path.relative_to(root)): _content(path) for path in root.rglob("*") if not path.is_dir()}
             return found | dict.fromkeys(report.left_out, "")
 
 

@@ -113,6 +113,7 @@ def test_a_quest_pays_for_the_final_state_only() -> None:
         "chmod 000 .",
         "head -c 3000000 /dev/zero > big",
         "for i in $(seq 19); do mkdir $(printf %0240d $i); cd 0*; done",
+        "for i in $(seq 16); do mkdir $(printf %0250d $i); cd 0*; done; : > $(printf %070d 1)",
         "setsid sh -c 'while :; do mv a b; mv b a; done' >/dev/null 2>&1 & : > a",
     ],
 )
