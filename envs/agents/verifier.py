@@ -26,11 +26,27 @@ CHECK_ENVIRONMENT = {
     **dict.fromkeys(("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "BASH_ENV", "ENV"), ""),
 }
 """Environment of a check: its programs read no settings and import no modules from paths that an agent could write."""
-_CLEAN_PATH = (
-    'p=; IFS=:; for d in $PATH; do case $d/ in /tmp/*|/dev/*|"$PWD"/*|[!/]*) ;; '
-    '*) [ -w "$d" ] || p=$p${p:+:}$d;; esac; done; unset IFS; PATH=${p:-/usr/local/bin:/usr/bin:/bin}; unset p d\n'
-)
-"""Shell code that removes folders an agent could write from the image's PATH."""
+_CLEAN_PATH = r"""
+p= w=
+while read -r _ d k o _; do
+    case $d:$k:$o in /:*) ;; *:tmpfs:rw*) w=$w:$d;; esac
+done < /proc/mounts
+IFS=:
+for d in $PATH; do
+    case $d/ in /tmp/*|/dev/*|"$PWD"/*|[!/]*) continue;; esac
+    [ -w "$d" ] && continue
+    r=$(cd -P -- "$d" 2>/dev/null && pwd -P) || continue
+    for k in $w; do
+        [ -z "$k" ] || case $r/ in "$k"/*) continue 2;; esac
+    done
+    p=$p${p:+:}$d
+done
+unset IFS
+PATH=${p:-/usr/local/bin:/usr/bin:/bin}
+unset p w d k o r _
+"""
+"""Shell code that removes folders an agent could write from the image's PATH, also those whose write permission it has
+taken away: all that lies in memory, such as the image's volumes."""
 _REMOVE_LINKS = r"""
 held=
 for f; do

@@ -318,13 +318,20 @@ def test_what_an_agent_planted_says_nothing_in_the_check(verifier: str) -> None:
     assert (reward, info["verifier_exit"]) == (0.0, 0)
 
 
-def test_a_path_of_the_image_that_an_agent_can_write_is_not_searched_by_the_check() -> None:
-    dockerfile = f"FROM {AGENTS_IMAGE}\nENV PATH=/tmp/bin:/sandbox/bin:.:/usr/local/bin:/usr/bin:/bin\n"
-    code = f"{ASK}import os; os.makedirs('/tmp/bin'); open('/tmp/bin/cmp', 'w').write('#!/bin/sh\\n'); "
-    code += "os.chmod('/tmp/bin/cmp', 0o755); os.chmod('/tmp/bin', 0o555)"
-    given = {"instruction": "x", "memory_mb": 256}
+@pytest.mark.parametrize("folder", ["/tmp/bin", "/data", "/data/bin"])
+def test_a_path_of_the_image_that_an_agent_can_write_is_not_searched_by_the_check(folder: str) -> None:
+    """Also if it has taken away its own permission to write there, as the owner of a volume can."""
+    volume = "USER root\nRUN mkdir /data\nVOLUME /data\n"
+    path = f"ENV PATH={folder}:/sandbox/bin:.:/usr/local/bin:/usr/bin:/bin\n"
+    code = f"{ASK}import os; os.makedirs('{folder}', exist_ok=True); "
+    code += f"open('{folder}/cmp', 'w').write('#!/bin/sh\\n'); "
+    code += f"os.chmod('{folder}/cmp', 0o755); os.chmod('{folder}', 0o555)"
     env = AgentEnv(
-        command=["python3", "-c", code], dockerfile=dockerfile, verifier="cmp -s /dev/null /etc/passwd", **given
+        command=["python3", "-c", code],
+        dockerfile=f"FROM {AGENTS_IMAGE}\n{volume}{path}",
+        instruction="x",
+        memory_mb=256,
+        verifier="cmp -s /dev/null /etc/passwd",
     )
     assert run(env)[0] == 0.0
 
