@@ -74,9 +74,10 @@ class Channel:
         return frame.payload
 
     def _granted(self, frame: Frame) -> None:
-        self.window += parse_u32(frame.payload)
-        if self.window > WINDOW:
-            raise FrameError("the agent granted more than it was sent")
+        count = parse_u32(frame.payload)
+        self.window += count
+        if not count or self.window > WINDOW:
+            raise FrameError("the agent granted nothing, or more than it was sent")
         self.notify()
 
 

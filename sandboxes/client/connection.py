@@ -20,6 +20,9 @@ from roll_flash.sandboxes.client.frames import (
 from roll_flash.sandboxes.errors import SandboxDied, SandboxError, SandboxStartError, SandboxUnreachable
 
 MAX_DIAGNOSTICS = 4096
+FRAMES_AT_ONCE, REST_S = 256, 1e-4
+"""Frames of one read from which on no more is read for REST_S seconds per frame, so that an agent that was taken over
+has only a small share of the event loop. Entries of a listing do not count: its request limits them."""
 
 
 class AgentConnection:
@@ -54,8 +57,10 @@ class AgentConnection:
     def receive(self, data: bytes | memoryview) -> None:
         if self.error is not None:
             return
+        count = 0
         try:
             for frame in self._decoder.feed(data):
+                count += frame.type != Reply.ENTRY
                 if frame.type == Reply.READY and frame.channel == 0 and not self._ready.done():
                     self._greeted(frame.payload)
                     continue
@@ -66,6 +71,18 @@ class AgentConnection:
                     del self._channels[frame.channel]
         except FrameError as error:
             self.lost(SandboxDied(f"sandbox {self.name} broke the protocol and was given up: {error}", "protocol"))
+        if count > FRAMES_AT_ONCE and self.error is None:
+            self._rest(count * REST_S)
+
+    def _rest(self, seconds: float) -> None:
+        # Not isinstance: see StreamProtocol.
+        transport = cast(asyncio.Transport, self._transport)
+        transport.pause_reading()
+        asyncio.get_running_loop().call_later(seconds, self._go_on, transport)
+
+    def _go_on(self, transport: asyncio.Transport) -> None:
+        if not transport.is_closing():
+            transport.resume_reading()
 
     def _greeted(self, payload: bytes) -> None:
         version = parse_u32(payload)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import stat
 import struct
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,8 @@ from hypothesis import strategies as st
 
 from roll_flash.sandboxes import ExecResult, SandboxDied, SandboxError, SandboxFileError, SandboxSpec, SandboxStartError
 from roll_flash.sandboxes.client import commands, files
-from roll_flash.sandboxes.client.commands import Command, run_command
-from roll_flash.sandboxes.client.connection import AgentConnection
+from roll_flash.sandboxes.client.commands import Command, CommandStream, run_command
+from roll_flash.sandboxes.client.connection import AgentConnection, StreamProtocol
 from roll_flash.sandboxes.client.frames import (
     HEADER,
     MAX_REPLY,
@@ -113,6 +116,7 @@ def test_garbage_from_inside_is_an_error_of_that_sandbox_and_nothing_else(replie
         pytest.param(encode(Reply.ERR, 1), id="a piece of errors that holds nothing"),
         pytest.param(encode(Reply.OUT, 2, b"x"), id="a channel that nobody opened"),
         pytest.param(encode(Reply.GRANT, 1, u32(1)), id="a grant for what was never sent"),
+        pytest.param(encode(Reply.GRANT, 1, u32(0)), id="a grant of nothing"),
         pytest.param(encode(Reply.EXIT, 1, b"short"), id="a short exit"),
         pytest.param(encode(Reply.DONE, 1), id="a file's answer to a command"),
         pytest.param(encode(Reply.READY, 0, u32(1)), id="a second greeting"),
@@ -153,6 +157,42 @@ def test_a_file_that_never_ends_is_given_up_at_its_limit() -> None:
             await files.read_file(agent.connection, "/file", 100_000)
 
     asyncio.run(read())
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_an_agent_that_sends_single_bytes_without_end_is_read_at_leisure(given_up: bool) -> None:
+    """Also the answer to a command that was given up: nothing else limits that."""
+
+    async def frames_taken() -> int:
+        ours, agent = socket.socketpair()
+        connection = AgentConnection("flood")
+        await asyncio.get_running_loop().create_connection(lambda: StreamProtocol(connection), sock=ours)
+        agent.sendall(encode(Reply.READY, 0, u32(1)))
+        await connection.ready(10)
+        stream = CommandStream(connection, SandboxSpec(), Command("x", None), lambda result: None)
+        await stream.__aenter__()
+        if given_up:
+            await stream.__aexit__()
+        sent: list[int] = []
+        flood = threading.Thread(target=send_without_end, args=(agent, encode(Reply.OUT, 1, b"x"), sent))
+        flood.start()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(3.0):
+                await (asyncio.sleep(9) if given_up else stream.wait())
+        assert connection.error is None
+        connection.lost(SandboxDied("the test has ended", "closed"))
+        await asyncio.to_thread(flood.join)
+        agent.close()
+        return sum(sent)
+
+    assert asyncio.run(frames_taken()) < 110_000
+
+
+def send_without_end(agent: socket.socket, frame: bytes, sent: list[int]) -> None:
+    with suppress(OSError):
+        while True:
+            agent.sendall(frame * 1000)
+            sent.append(1000)
 
 
 def test_a_file_of_empty_pieces_is_given_up() -> None:
