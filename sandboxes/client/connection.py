@@ -60,11 +60,11 @@ class AgentConnection:
         count = 0
         try:
             for frame in self._decoder.feed(data):
-                count += frame.type != Reply.ENTRY
                 if frame.type == Reply.READY and frame.channel == 0 and not self._ready.done():
                     self._greeted(frame.payload)
                     continue
                 channel = self._channels.get(frame.channel)
+                count += frame.type != Reply.ENTRY or isinstance(channel, AbandonedChannel)
                 if channel is None:
                     raise FrameError(f"a frame for channel {frame.channel}, which nobody opened")
                 if channel.receive(frame):

@@ -174,7 +174,8 @@ def test_an_agent_that_sends_single_bytes_without_end_is_read_at_leisure(given_u
         if given_up:
             await stream.__aexit__()
         sent: list[int] = []
-        flood = threading.Thread(target=send_without_end, args=(agent, encode(Reply.OUT, 1, b"x"), sent))
+        frame = encode(Reply.ENTRY if given_up else Reply.OUT, 1, b"x")
+        flood = threading.Thread(target=send_without_end, args=(agent, frame, sent))
         flood.start()
         with suppress(TimeoutError):
             async with asyncio.timeout(3.0):
