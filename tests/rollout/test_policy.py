@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from roll_flash.learner.packing.sequences import PlannedTrajectory
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.background import DaemonThreads
 from roll_flash.rollout.episodes.conversation import ContextFullError, TokenPolicy
-from roll_flash.rollout.episodes.episode import Deadlines, Progress, run_episode
+from roll_flash.rollout.episodes.episode import LARGE_CHARACTERS, Deadlines, Progress, run_episode
 from roll_flash.stream.blocks import TokenArrays as StoredArrays
 from roll_flash.stream.episodes import finished_episode
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Task, Trajectory
@@ -137,3 +138,26 @@ def test_an_episode_without_earlier_thinking_is_trained_turn_by_turn(tokenizer: 
     assert [set(each.advantages[each.policy_mask].tolist()) for each in sequences] == [{0.5}] * 3
     texts = [tokenizer.decode(sample.token_ids) for sample in played.samples]
     assert all(text.count("hm") == 1 and text.endswith("<think>hm</think>4<|im_end|>") for text in texts)
+
+
+def test_a_long_turn_that_is_rendered_anew_with_each_short_answer_holds_up_no_other_episode(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30,000 tokens of 81 blanks each took a worker's event loop 2 s, in each later turn of the episode."""
+    client: Any = ThinkingClient(tokenizer)
+    client._sampled = tokenizer.encode("x" * LARGE_CHARACTERS + "<|im_end|>", add_special_tokens=False)
+    length = 4 * LARGE_CHARACTERS
+    policy = TokenPolicy(client, tokenizer, SamplingParams(), episode_id="e", max_length=length, thinking="strip")
+    threads, observe = [], policy.observe
+    monkeypatch.setattr(
+        policy, "observe", lambda given: (threads.append(threading.current_thread()), observe(given))[1]
+    )
+    spec = EpisodeSpec("e", "g", 0, Task("t", "counting:Counting-v0", 0, {"turns": 3}), SamplingParams(), 8)
+
+    async def play() -> Trajectory | EpisodeFailure:
+        maker = EnvironmentMaker(DaemonThreads())
+        return await run_episode(spec, lambda: maker.open(spec.task), policy, Deadlines(60, 60, 60), Progress())
+
+    assert isinstance(asyncio.run(play()), Trajectory)
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads

@@ -257,7 +257,7 @@ class _Episode:
                 self._recorded.answered(step, is_last=is_over or len(turns) == spec.max_turns)
             if is_over:
                 return "terminated" if step.terminated else "truncated", info
-            await _tokenise_messages(self._policy.observe, step.messages)
+            await _tokenise_messages(self._policy.observe, step.messages, *self._policy.messages())
         return "max_turns", info
 
     async def _next_action(self, *, in_prefix: bool) -> Action | None:
@@ -293,10 +293,10 @@ def with_success(outcome: Trajectory | EpisodeFailure, above: float | None) -> T
     return replace(outcome, success=outcome.reward > above)
 
 
-async def _tokenise_messages(take: Callable[[Sequence[Message]], None], messages: Sequence[Message]) -> None:
-    """Tokenise long messages in a thread: 1 MB takes almost a second and would block all other episodes."""
+async def _tokenise_messages(take: Callable[..., None], messages: Sequence[Message], *earlier: Message) -> None:
+    """Tokenise in a thread if all, with the `earlier` ones that may be rendered anew, are long: 1 MB takes a second."""
     try:
-        if sum(len(str(message.get("content", ""))) for message in messages) > LARGE_CHARACTERS:
+        if sum(len(str(message.get("content", ""))) for message in (*earlier, *messages)) > LARGE_CHARACTERS:
             await asyncio.to_thread(take, messages)
         else:
             take(messages)
