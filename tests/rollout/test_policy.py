@@ -21,7 +21,7 @@ from roll_flash.rollout.episodes.conversation import ContextFullError, TokenPoli
 from roll_flash.rollout.episodes.episode import LARGE_CHARACTERS, Deadlines, Progress, run_episode
 from roll_flash.stream.blocks import TokenArrays as StoredArrays
 from roll_flash.stream.episodes import finished_episode
-from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Task, Trajectory
+from roll_flash.types import EpisodeFailure, EpisodeSpec, Message, SamplingParams, Task, Trajectory
 
 
 class EchoClient:
@@ -149,9 +149,12 @@ def test_a_long_turn_that_is_rendered_anew_with_each_short_answer_holds_up_no_ot
     length = 4 * LARGE_CHARACTERS
     policy = TokenPolicy(client, tokenizer, SamplingParams(), episode_id="e", max_length=length, thinking="strip")
     threads, observe = [], policy.observe
-    monkeypatch.setattr(
-        policy, "observe", lambda given: (threads.append(threading.current_thread()), observe(given))[1]
-    )
+
+    def watched(given: Sequence[Message]) -> None:
+        threads.append(threading.current_thread())
+        observe(given)
+
+    monkeypatch.setattr(policy, "observe", watched)
     spec = EpisodeSpec("e", "g", 0, Task("t", "counting:Counting-v0", 0, {"turns": 3}), SamplingParams(), 8)
 
     async def play() -> Trajectory | EpisodeFailure:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from roll_flash.chat.model_text import MAX_DEPTH, is_deeper
+from roll_flash.chat.model_text import MAX_DEPTH, MAX_VALUES, has_more_values, is_deeper
 from roll_flash.gateway.apis.api_error import ApiError, bad_request, unsupported
 from roll_flash.types import Message
 
@@ -126,11 +126,14 @@ def _part_text(part: Any, where: str) -> str:
 
 
 def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
-    """Return a declared tool in OpenAI's form."""
+    """Return a declared tool in OpenAI's form. Raises ApiError for an invalid one, and for a schema of so many values
+    that to sort them, in one piece, would block the whole process."""
     if not isinstance(name, str) or not name:
         raise bad_request("a tool must have a name", "tools")
     if parameters is not None and not isinstance(parameters, dict):
-        raise bad_request(f"tool {name}: its parameters must be a JSON schema", "tools")
+        raise bad_request(f"tool {name[:60]}: its parameters must be a JSON schema", "tools")
+    if parameters and has_more_values(parameters, MAX_VALUES):
+        raise bad_request(f"tool {name[:60]}: its schema has more than {MAX_VALUES} values", "tools")
     schema = parameters or {"type": "object", "properties": {}}
     return {
         "type": "function",
