@@ -1,7 +1,8 @@
 """HTTP server of the gateway: authentication, errors, and the routes that call the model.
 
-Invariants: a request without the key of an open session reaches no model; if the agent disconnects, its request is
-cancelled on the servers and leaves no record; failures not caused by the agent are noted as trouble of the session.
+Invariants: a request without the key of an open session or of the gateway reaches no model; if the agent disconnects,
+its request is cancelled on the servers and leaves no record; failures not caused by the agent are noted as trouble of
+the session.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ MAX_OPEN_REQUESTS = 256
 """Maximum requests in progress per session; a sandbox has half as many connections."""
 MAX_DESCRIPTORS = 1 << 16
 """File descriptors requested at start; the usual limit of 1,024 is enough for few agents only."""
+CALLS = frozenset(("/v1/models", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"))
+OF_THIS_CALL = web.RequestKey("session", Session)
+"""Session of a request with the gateway's own key, which ends with the request."""
 STYLES: Mapping[str, ApiStyle] = {"/v1/messages": "anthropic", "/v1/messages/count_tokens": "anthropic"}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -77,7 +81,8 @@ class GatewayServer:
     """One listening socket for any number of sessions. Belongs to one event loop; the caller closes the backend."""
 
     def __init__(self, backend: Backend, *, call_timeout_s: float, admin_key: str = "") -> None:
-        """`admin_key`: key of clients that open sessions over HTTP; empty disables that."""
+        """`admin_key`: key of clients that open sessions over HTTP, and with which a call belongs to no session: it is
+        answered and not recorded. Empty disables that."""
         self.backend = backend
         self._admin_key = admin_key.encode()
         self._call_timeout_s = call_timeout_s
@@ -140,10 +145,15 @@ class GatewayServer:
         self, settings: SessionSettings, session_id: str | None = None, backend: Backend | None = None
     ) -> Session:
         """`backend`: answers this session in the place of the gateway's own."""
-        session = Session(session_id or uuid.uuid4().hex, settings, self._call_timeout_s, self._threads)
+        session = self._new_session(settings, session_id)
         session.backend = backend or self.backend
         self._sessions[session.api_key] = session
         self._counts.sessions += 1
+        return session
+
+    def _new_session(self, settings: SessionSettings, session_id: str | None = None) -> Session:
+        session = Session(session_id or uuid.uuid4().hex, settings, self._call_timeout_s, self._threads)
+        session.backend = self.backend
         return session
 
     async def end_session(self, session: Session) -> None:
@@ -166,6 +176,8 @@ class GatewayServer:
 
     def session_of(self, request: web.Request) -> Session:
         """Session of a request. Raises ApiError if the key is missing, unknown, or of an ended session."""
+        if OF_THIS_CALL in request:
+            return request[OF_THIS_CALL]
         key = api_key_of(request)
         if key in self._sessions:
             return self._sessions[key]
@@ -211,6 +223,12 @@ class GatewayServer:
     async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Limit the requests in progress per session, so that a slow agent cannot block others."""
         session = self._sessions.get(api_key_of(request))
+        if session is None and request.path in CALLS and self.is_admin(request):
+            request[OF_THIS_CALL] = session = self._new_session(SessionSettings())
+            try:
+                return await handler(request)
+            finally:
+                await session.end()
         if session is None:
             return await handler(request)
         if session.open_requests >= MAX_OPEN_REQUESTS:

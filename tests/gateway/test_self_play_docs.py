@@ -7,56 +7,39 @@ import re
 import shlex
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from roll_flash.dashboard.transcript import episode_page
 from roll_flash.learner.losses.advantages import grpo
+from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.metrics import STEP_S, read_metrics
 from roll_flash.run.learner_logprobs import read_logprobs
 from tests.docs.pages import blocks_of
 
 PAGE = "docs/self-play.md"
-ENVIRONMENT, CONFIG, COMMAND, AGAINST, AGAINST_CONFIG, _, AGAINST_COMMAND = (block.text for block in blocks_of(PAGE))
+ENVIRONMENT, CONFIG, COMMAND, AGAINST, AGAINST_CONFIG, AGAINST_COMMANDS = (block.text for block in blocks_of(PAGE))
 RUN_TIMEOUT_S = 600
 
 
 @contextmanager
-def taking_one_stone() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A stand-in for an endpoint, which takes one stone in each turn; its URL and what it is asked."""
-    bodies: list[dict[str, Any]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            choice = {"message": {"role": "assistant", "content": "1"}, "finish_reason": "stop"}
-            body = json.dumps({"choices": [choice]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+def serving(command: str, cwd: Path, *keys: str) -> Iterator[dict[str, Any]]:
+    """Start a command of the page that serves, with `keys`; what it prints at its start, as JSON."""
+    words = [sys.executable, "-m", "roll_flash", *shlex.split(command)[1:], "--json", "--port", "0", *keys]
+    process = subprocess.Popen(words, cwd=cwd, stdout=subprocess.PIPE, text=True)
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1", bodies
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())
     finally:
-        server.shutdown()
-        thread.join(timeout=10)
-        server.server_close()
+        process.terminate()
+        process.wait(timeout=60)
 
 
 def run(command: str, cwd: Path, *keys: str) -> Path:
@@ -65,7 +48,7 @@ def run(command: str, cwd: Path, *keys: str) -> Path:
     done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the books balance" in done.stdout
-    (folder,) = (cwd / "runs").iterdir()
+    (folder,) = (each for each in (cwd / "runs").iterdir() if each.name != "gateway")
     return folder
 
 
@@ -99,16 +82,23 @@ def test_its_run_trains_both_seats_and_the_books_balance(tmp_path: Path) -> None
 
 
 @pytest.mark.ray
-def test_a_fixed_policy_plays_and_only_the_other_seat_is_trained(tmp_path: Path) -> None:
+def test_a_fixed_policy_plays_and_only_the_other_seat_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NIM_KEY", "a-key-of-the-test")
     (tmp_path / "nim.py").write_text(f"{ENVIRONMENT}\n\n{AGAINST}")
     (tmp_path / "against.yaml").write_text(AGAINST_CONFIG)
-    with taking_one_stone() as (url, bodies):
-        folder = run(AGAINST_COMMAND, tmp_path, f"policies.second.base_url={url}")
+    serve, train = AGAINST_COMMANDS.strip().splitlines()
+    rival = str(resolve_model("tiny"))
+    with serving(serve.replace("runs/nim", rival), tmp_path, "--name", "nim") as served:
+        folder = run(train, tmp_path, f"policies.second.base_url={served['url']}/v1")
+        listed = httpx.get(f"{served['url']}/v1/sessions", headers={"x-api-key": "a-key-of-the-test"})
+        metrics = listed.json()["metrics"]
     episodes = [record for record in read_episodes(folder / "episodes") if record["kind"] == "trajectory"]
-    assert len(episodes) == 32
+    assert len(episodes) >= 32
     assert all([record["role"], record["branches"]] == ["first", []] for record in episodes)
-    assert len(bodies) > 32
-    assert {(body["model"], body["max_tokens"]) for body in bodies[1:]} == {("nim", 8)}
+    assert metrics["gateway_answers"] > 32
+    assert (metrics["gateway_sessions"], metrics["gateway_failed"]) == (0, 0)
 
 
 def test_its_figures_are_those_of_the_learner() -> None:

@@ -66,7 +66,7 @@ def alone(tiny: TinyModel, folder: Path, scenario: Scenario, **options: Any) -> 
             url = f"http://127.0.0.1:{await gateway.start()}"
             sweeping = asyncio.create_task(routes.sweep())
             try:
-                headers = {"Authorization": f"Bearer {admin_key}"}
+                headers = {"Authorization": f"Bearer {admin_key}".strip()}
                 async with asyncio.timeout(30), httpx.AsyncClient(base_url=url, timeout=20, headers=headers) as http:
                     await scenario(http, routes)
             finally:
@@ -332,6 +332,39 @@ def test_with_a_key_of_its_own_only_its_holder_opens_sessions(tiny: TinyModel, t
         assert (await http.post(path, json={"reward": 1}, headers=admin)).status_code == 200
 
     assert len(alone(tiny, tmp_path, scenario, admin_key="secret")) == 2
+
+
+def test_a_call_with_the_gateways_key_is_answered_and_belongs_to_no_session(tiny: TinyModel, tmp_path: Path) -> None:
+    async def scenario(http: httpx.AsyncClient, routes: SessionRoutes) -> None:
+        _, key = await opened(http)
+        answers = [await say(http, {}) for _ in range(3)]
+        said = [answer.json()["choices"][0]["message"]["content"] for answer in answers]
+        assert said == ["Hello."] * 3
+        body = {"model": "m", "messages": HELLO, "max_tokens": 9}
+        assert (await http.post("/v1/messages", json=body)).json()["content"][0]["text"] == "Hello."
+        streamed = await http.post("/v1/chat/completions", json={**body, "stream": True})
+        assert "Hello." in streamed.text
+        assert (await http.get("/v1/models")).json()["data"][0]["id"] == "m"
+        refused = await http.post("/v1/chat/completions", json={**body, "model": "n"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+        assert (await http.post("/v1/reward", json={"reward": 1.0})).status_code == 401, "there is nothing to score"
+        for wrong in ({"Authorization": "Bearer Admin"}, {"Authorization": "Bearer"}):
+            assert (await say(http, wrong)).status_code == 401
+        listed = (await http.get("/v1/sessions")).json()
+        assert [session["calls"] for session in listed["data"]] == [0]
+        assert (listed["metrics"]["gateway_sessions"], listed["metrics"]["gateway_answers"]) == (1, 5)
+        await say(http, key)
+
+    (record,) = alone(tiny, tmp_path, scenario)
+    assert record["cause"] == "cancelled"
+
+
+def test_without_a_key_of_its_own_a_gateway_answers_only_sessions(tiny: TinyModel, tmp_path: Path) -> None:
+    async def scenario(http: httpx.AsyncClient, routes: SessionRoutes) -> None:
+        for header in ("", "Bearer", "Bearer x"):
+            assert (await say(http, {"Authorization": header})).status_code == 401
+
+    alone(tiny, tmp_path, scenario, admin_key="")
 
 
 NO_TEXT = [b"\xff", b"\xed\xa0\x80", b"Bearer \xff\xfe", b"http://[\xff", b"//\xff:99999", b";;=\xff", b"\xe2\x84\x80"]

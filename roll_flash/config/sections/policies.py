@@ -14,7 +14,7 @@ TRAINED = "policy"
 
 class PolicyConfig(Section):
     base_url: str
-    """URL of its OpenAI-compatible endpoint, such as `http://host:port/v1` of `vllm serve`."""
+    """URL of its OpenAI-compatible endpoint, such as `http://host:port/v1` of `roll-flash serve-gateway`."""
     model: str
     """Name of the model at the endpoint."""
     api_key_env: str | None = None
