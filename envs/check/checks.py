@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -64,7 +65,9 @@ class EnvReport:
             for check in self.checks
         ]
         verdict = "fit" if self.ok else "not fit"
-        if self.ok and self.earned_nothing:
+        if all(check.status == "skip" for check in self.checks):
+            verdict = "not known whether it is fit"
+        elif self.ok and self.earned_nothing:
             verdict = (
                 "nothing speaks against it, but no agent earned a reward: with an oracle() one can tell if it is fit"
             )
@@ -115,6 +118,8 @@ async def _check(
         at_first = Snapshot.take(temporary)
         async with new_player() as player:
             env, _ = await _open(player, env_id)
+            if getattr(env.unwrapped, "runs_own_loop", False):
+                return EnvReport(env_id, (_plays_itself(env_id, kwargs),))
             has_oracle = callable(getattr(env.unwrapped, "oracle", None))
             declared = is_deterministic(env.unwrapped)
             await player.play(agents.constant_text(""), seeds[0])
@@ -169,6 +174,13 @@ async def _play_all(player: Player, seeds: Sequence[int], has_oracle: bool) -> _
         + [await player.play(agents.constant_text(text), seeds[0]) for text in agents.MALFORMED],
         oracle=await play(lambda _: agents.oracle, seeds, True) if has_oracle else None,
     )
+
+
+def _plays_itself(env_id: str, kwargs: Mapping[str, Any]) -> EnvCheck:
+    given = "".join(f" envs.0.kwargs.{name}={shlex.quote(str(value))}" for name, value in kwargs.items())
+    trial = f"roll-flash eval --env {env_id} --model tiny -n 2 inference.engine=transformers{given}"
+    what = "its agent has a loop of its own (runs_own_loop) and needs a model"
+    return EnvCheck("is played", "skip", what, f"try it with an untrained one: {trial}")
 
 
 _IDLE = agents.constant_text("<answer>done</answer>")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roll_flash.chat.openai_client import api_key_from
 from roll_flash.config.sections.distill import TeacherConfig
 from roll_flash.config.sections.learner import LearnerConfig, is_own
 from roll_flash.config.tree import Config
@@ -66,6 +67,8 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
     fit = fit_here(config, trains=trains, serves=serves)
     if trains:
         _check_learner(config, folder)
+    for policy in config.policies.values():
+        api_key_from(policy.api_key_env)  # raises if the variable is not set
     entries = open_entries(config)
     size = total_size([entry.source for entry in entries])
     levels = first_tasks_of_levels(entries, config.seed, TASKS)

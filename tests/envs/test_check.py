@@ -280,6 +280,19 @@ def test_a_plain_environment_without_text_is_told_the_way_out(env_type: type[Any
     assert says in found.detail
 
 
+def test_what_plays_itself_is_not_called_unfit() -> None:
+    class PlaysItself(Env):
+        runs_own_loop = True
+
+        async def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+            return "", {}
+
+    report = check(PlaysItself)
+    assert report.ok
+    assert "roll-flash eval --env PlaysItself-v0 --model tiny" in report.as_table()
+    assert report.as_table().endswith("PlaysItself-v0: not known whether it is fit to train on")
+
+
 def test_a_step_that_hangs_is_given_up() -> None:
     class Hangs(gymnasium.Env[str, str]):
         observation_space = action_space = TextSpace()

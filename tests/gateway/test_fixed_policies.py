@@ -22,6 +22,7 @@ from roll_flash.models.prepare import resolve_model
 from roll_flash.rollout.episodes.episode import Deadlines
 from roll_flash.rollout.worker import Outcome, Worker, WorkerSettings
 from roll_flash.scheduling.tasks import make_task
+from roll_flash.system.start_checks import check_parts
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Trajectory
 from tests.inference.stand_in_server import StandInServer, well
 
@@ -178,7 +179,10 @@ def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ConfigError, match="policies need runs_own_loop"):
         check_environments([make_task("Council-v0", 0, {"loop": False})], RolloutConfig(), policies=NAMES)
     check_environments([task], RolloutConfig(), policies=NAMES)
-    described = {"model": {"path": "tiny"}, "envs": [{"id": "Council-v0"}]}
+    described = {"model": {"path": "tiny"}, "envs": [{"id": "Council-v0"}], "inference": {"engine": "transformers"}}
+    named = {name: {"base_url": "http://127.0.0.1:9/v1", "model": "m", "api_key_env": "NOT_SET"} for name in NAMES}
+    with pytest.raises(ConfigError, match="NOT_SET is not set"):
+        check_parts(load_config({**described, "policies": named}))
     policy = {"base_url": "http://127.0.0.1:9/v1", "model": "m"}
     with pytest.raises(ConfigError, match="'policy' is the name of the policy in training"):
         load_config({**described, "policies": {"policy": policy}})
