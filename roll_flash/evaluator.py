@@ -203,7 +203,7 @@ async def check_endpoint(
     Raises InferenceError if the endpoint is down, rejects the key or the model, or sends an invalid answer; ConfigError
     for a token or cost budget if the endpoint does not report usage.
     """
-    client = OpenAIChatClient.at(ChatEndpoint(url, model, api_key_env), max_attempts=2)
+    client = OpenAIChatClient(url, model, api_key_from(api_key_env), max_attempts=2)
     try:
         reply = await client.ask_for_one_token(timeout_s)
     finally:
@@ -240,7 +240,7 @@ def _open_runner(
 
     logs = plan.folder / "logs"
     if plan.endpoint is not None:
-        endpoint = ChatEndpoint(plan.endpoint, plan.model, api_key_env)
+        endpoint = ChatEndpoint(plan.endpoint, plan.model, api_key_from(api_key_env))
         return open_rollout(plan.config, checked, failure, endpoint=endpoint, logs=logs)
     return open_rollout(plan.config, checked, failure, logs=logs)
 

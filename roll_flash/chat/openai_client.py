@@ -143,8 +143,7 @@ class OpenAIChatClient:
 
     @classmethod
     def at(cls, endpoint: ChatEndpoint, *, max_attempts: int = 5) -> OpenAIChatClient:
-        """Raises ConfigError without the endpoint's key."""
-        return cls(endpoint.base_url, endpoint.model, api_key_from(endpoint.api_key_env), max_attempts=max_attempts)
+        return cls(endpoint.base_url, endpoint.model, endpoint.key, max_attempts=max_attempts)
 
     async def ask_for_one_token(self, timeout_s: float) -> ChatReply:
         """Ask for one token, so that errors are reported early. Raises InferenceError if the endpoint is down, rejects

@@ -167,11 +167,11 @@ class ClientSpec:
 
 @dataclass(frozen=True, slots=True)
 class ChatEndpoint:
-    """An OpenAI-compatible endpoint of somebody else. `api_key_env`: name of the environment variable with the key."""
+    """An OpenAI-compatible endpoint that is no server of the run. Picklable."""
 
     base_url: str
     model: str
-    api_key_env: str | None = None
+    key: str | None = field(default=None, repr=False)
 
 
 class InferenceClient(Protocol):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from roll_flash.chat.openai_client import OpenAIChatClient
+from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
 from roll_flash.config.sections.policies import PolicyConfig
 from roll_flash.engines.inference import ChatEndpoint
 from roll_flash.errors import InferenceError
@@ -17,36 +18,34 @@ CHECK_TIMEOUT_S = 60.0
 """Long enough for an endpoint that loads its model on the first request."""
 
 
-class FixedPolicies:
-    """Belongs to one event loop."""
+@dataclass(frozen=True, slots=True)
+class FixedPolicy:
+    """What the worker's gateway needs to ask one. Picklable."""
 
-    def __init__(self, configs: Mapping[str, PolicyConfig]) -> None:
-        """Raises ConfigError if the key of an endpoint is missing."""
-        self._configs = configs
-        self._clients = {name: OpenAIChatClient.at(_endpoint(config)) for name, config in configs.items()}
-        self._backends = {name: EndpointBackend(client, name) for name, client in self._clients.items()}
-
-    def open_sessions(self, gateway: GatewayServer, spec: EpisodeSpec, names: Iterable[str]) -> dict[str, Session]:
-        """Open a session of an episode with each of these policies."""
-        return {name: self._open_session(gateway, spec, name) for name in names}
-
-    async def close(self) -> None:
-        for client in self._clients.values():
-            await client.close()
-
-    def _open_session(self, gateway: GatewayServer, spec: EpisodeSpec, name: str) -> Session:
-        config = self._configs[name]
-        sampling = SamplingParams(config.temperature, max_new_tokens=config.max_new_tokens, seed=spec.sampling.seed)
-        number = -1 - list(self._configs).index(name)  # the roles of the policy in training are 0, 1, ...
-        settings = SessionSettings(sampling.with_own_seed(number), config.max_calls)
-        return gateway.open_session(settings, f"{spec.episode_id}-{name}", self._backends[name])
+    endpoint: ChatEndpoint
+    temperature: float
+    max_new_tokens: int
+    max_calls: int
+    """Maximum calls in one episode."""
 
 
-async def check_policies(configs: Mapping[str, PolicyConfig]) -> None:
-    """Ask each policy for one token. Raises ConfigError without the key of one, InferenceError for one that does not
-    answer."""
-    for name, config in configs.items():
-        client = OpenAIChatClient.at(_endpoint(config), max_attempts=2)
+def fixed_policies(configs: Mapping[str, PolicyConfig]) -> dict[str, FixedPolicy]:
+    """Raises ConfigError if the key of an endpoint is not set."""
+    return {
+        name: FixedPolicy(
+            ChatEndpoint(config.base_url, config.model, api_key_from(config.api_key_env)),
+            config.temperature,
+            config.max_new_tokens,
+            config.max_calls,
+        )
+        for name, config in configs.items()
+    }
+
+
+async def check_policies(policies: Mapping[str, FixedPolicy]) -> None:
+    """Ask each policy for one token. Raises InferenceError for one that does not answer."""
+    for name, policy in policies.items():
+        client = OpenAIChatClient.at(policy.endpoint, max_attempts=2)
         try:
             await client.ask_for_one_token(CHECK_TIMEOUT_S)
         except InferenceError as error:
@@ -55,5 +54,25 @@ async def check_policies(configs: Mapping[str, PolicyConfig]) -> None:
             await client.close()
 
 
-def _endpoint(config: PolicyConfig) -> ChatEndpoint:
-    return ChatEndpoint(config.base_url, config.model, config.api_key_env)
+class PolicySessions:
+    """Opens the sessions with fixed policies in a gateway. Belongs to one event loop."""
+
+    def __init__(self, policies: Mapping[str, FixedPolicy]) -> None:
+        self._policies = policies
+        self._clients = {name: OpenAIChatClient.at(policy.endpoint) for name, policy in policies.items()}
+        self._backends = {name: EndpointBackend(client, name) for name, client in self._clients.items()}
+
+    def open(self, gateway: GatewayServer, spec: EpisodeSpec, names: Iterable[str]) -> dict[str, Session]:
+        """Open a session of an episode with each of these policies."""
+        return {name: self._open(gateway, spec, name, -1 - place) for place, name in enumerate(names)}
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()
+
+    def _open(self, gateway: GatewayServer, spec: EpisodeSpec, name: str, number: int) -> Session:
+        """`number`: of its random numbers; the roles of the policy in training have 0, 1, ..."""
+        policy, seed = self._policies[name], spec.sampling.with_own_seed(number).seed
+        sampling = SamplingParams(policy.temperature, max_new_tokens=policy.max_new_tokens, seed=seed)
+        settings = SessionSettings(sampling, policy.max_calls)
+        return gateway.open_session(settings, f"{spec.episode_id}-{name}", self._backends[name])

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from roll_flash.chat.rendered_conversation import Thinking
-from roll_flash.config.sections.policies import TRAINED, PolicyConfig
+from roll_flash.config.sections.policies import TRAINED
 from roll_flash.config.tree import SandboxConfig
 from roll_flash.engines.inference import ChatEndpoint, ClientSpec, InferenceClient
 from roll_flash.envs.hosting.environment_threads import EnvironmentThreads
@@ -43,6 +43,7 @@ from roll_flash.watchdog.loop_watch import LoopWatch
 from roll_flash.watchdog.stacks import register_stacks
 
 if TYPE_CHECKING:
+    from roll_flash.gateway.policies import FixedPolicy
     from roll_flash.rollout.episodes.agent_episode import AgentEpisodes
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class WorkerSettings:
     run: str
     success_above: Mapping[str, float] = field(default_factory=dict)
     """Environment id -> reward above which an episode is a success, where the environment does not say."""
-    policies: Mapping[str, PolicyConfig] = field(default_factory=dict)
+    policies: Mapping[str, FixedPolicy] = field(default_factory=dict)
     """Fixed policies that environments ask through the gateway."""
     threads: int = 32
     """Maximum number of blocking environments that step at the same time."""
@@ -277,11 +278,11 @@ class Worker:
     def _open_agents(self) -> AgentEpisodes:
         """Create the gateway at the first environment that plays itself: most runs need no HTTP server."""
         from roll_flash.gateway.endpoint_backend import EndpointBackend
-        from roll_flash.gateway.policies import FixedPolicies
+        from roll_flash.gateway.policies import PolicySessions
         from roll_flash.gateway.token_backend import TokenBackend
         from roll_flash.rollout.episodes.agent_episode import AgentEpisodes
 
-        settings, policies = self._settings, FixedPolicies(self._settings.policies)
+        settings, policies = self._settings, PolicySessions(self._settings.policies)
         if self._chat_client is not None:
             return AgentEpisodes(EndpointBackend(self._chat_client), policies)
         assert self._client is not None, "start() was not awaited"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_flash.chat.openai_client import api_key_from
 from roll_flash.config.sections.distill import TeacherConfig
 from roll_flash.config.sections.learner import LearnerConfig, is_own
 from roll_flash.config.tree import Config
@@ -18,6 +17,7 @@ from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
 from roll_flash.envs.task_sources import first_tasks_of_levels, open_entries
 from roll_flash.errors import ConfigError
 from roll_flash.evaluation.tasks import held_out_of
+from roll_flash.gateway.policies import fixed_policies
 from roll_flash.inference.open import check_engine, computes_on_gpus, why_no_replay
 from roll_flash.learner.demonstrations import check_demonstrations
 from roll_flash.learner.open import check_learner
@@ -67,8 +67,7 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
     fit = fit_here(config, trains=trains, serves=serves)
     if trains:
         _check_learner(config, folder)
-    for policy in config.policies.values():
-        api_key_from(policy.api_key_env)  # raises if the variable is not set
+    fixed_policies(config.policies)
     entries = open_entries(config)
     size = total_size([entry.source for entry in entries])
     levels = first_tasks_of_levels(entries, config.seed, TASKS)

@@ -25,7 +25,7 @@ from roll_flash.envs.task_sources import open_tasks
 from roll_flash.errors import CheckpointError
 from roll_flash.evaluation.in_training import EvaluationsBesideTraining, evaluate_version, recorded_evaluation
 from roll_flash.evaluation.result import EvalResult
-from roll_flash.gateway.policies import check_policies
+from roll_flash.gateway.policies import check_policies, fixed_policies
 from roll_flash.inference.open import open_engine, why_no_replay
 from roll_flash.learner.warm_start import warm_start
 from roll_flash.models.context_length import within_context
@@ -253,7 +253,7 @@ async def _show_live_figures(stack: AsyncExitStack, system: System, activities: 
 
 async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEngine, progress: Progress) -> System:
     config, run_dir = start.config, start.run_dir
-    await check_policies(config.policies)
+    await check_policies(fixed_policies(config.policies))
     teacher = await _open_teacher(stack, start)
     preparation = NodePreparation(config, start.model_folder, start.sandboxes, progress.note)
     with doing("the start", "Ray and the nodes are not ready", announced_s=RAY_START_S):
@@ -331,7 +331,7 @@ async def open_rollout(
     `failure` ends the start."""
     async with AsyncExitStack() as stack:
         async with cancel_on_failure(failure):
-            await check_policies(config.policies)
+            await check_policies(fixed_policies(config.policies))
             model_folder, serves = checked.model_folder, endpoint is None
             note = partial(say, error=True)
             preparation = NodePreparation(config, model_folder, checked.sandboxes, note)
@@ -623,7 +623,7 @@ def worker_settings(
         sandbox=config.sandbox if needs_sandbox else None,
         run=f"{config.name}-{os.getpid()}",
         success_above=above,
-        policies=config.policies,
+        policies=fixed_policies(config.policies),
         threads=rollout.worker_threads,
         folder=Path.cwd(),
     )

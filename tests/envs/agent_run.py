@@ -13,7 +13,7 @@ from roll_flash.config.sections.policies import PolicyConfig
 from roll_flash.envs.hosting.environments import AsyncEnvironment
 from roll_flash.envs.registration import make_env
 from roll_flash.gateway.endpoint_backend import EndpointBackend
-from roll_flash.gateway.policies import FixedPolicies
+from roll_flash.gateway.policies import PolicySessions, fixed_policies
 from roll_flash.processes.background import DaemonThreads
 from roll_flash.rollout.episodes.agent_episode import AgentEpisodes
 from roll_flash.rollout.episodes.episode import Deadlines, Progress
@@ -38,7 +38,7 @@ async def agent_episode(env_id: str, seed: int, says: Says, *, max_turns: int = 
     client = OpenAIChatClient(url, "policy")
     env = AsyncEnvironment(make_env(env_id, **kwargs), DaemonThreads())
     policies = {name: PolicyConfig(base_url=url, model=name) for name in env.policies}
-    episodes = AgentEpisodes(EndpointBackend(client), FixedPolicies(policies))
+    episodes = AgentEpisodes(EndpointBackend(client), PolicySessions(fixed_policies(policies)))
     spec = EpisodeSpec("e", "g", 0, Task("t", env_id, seed), SamplingParams(), max_turns)
     try:
         async with asyncio.timeout(120):

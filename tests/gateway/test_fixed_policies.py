@@ -17,7 +17,7 @@ from roll_flash.envs import Env, register_env
 from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.hosting.environments import check_environments
 from roll_flash.errors import ConfigError, InferenceError
-from roll_flash.gateway.policies import check_policies
+from roll_flash.gateway.policies import FixedPolicy, check_policies, fixed_policies
 from roll_flash.models.prepare import resolve_model
 from roll_flash.rollout.episodes.episode import Deadlines
 from roll_flash.rollout.worker import Outcome, Worker, WorkerSettings
@@ -94,11 +94,11 @@ class Endpoint:
         return web.json_response({"choices": [choice], "usage": {"prompt_tokens": 9, "completion_tokens": 2}})
 
 
-def configs(url: str, **fields: Any) -> dict[str, PolicyConfig]:
-    return {name: PolicyConfig(base_url=url, model=f"the-{name}", **fields) for name in NAMES}
+def fixed(url: str, **fields: Any) -> dict[str, FixedPolicy]:
+    return fixed_policies({name: PolicyConfig(base_url=url, model=f"the-{name}", **fields) for name in NAMES})
 
 
-async def play(policies: Mapping[str, PolicyConfig], kwargs: Any, episodes: int = 1) -> list[Outcome]:
+async def play(policies: Mapping[str, FixedPolicy], kwargs: Any, episodes: int = 1) -> list[Outcome]:
     async with StandInServer(well, version=2) as server:
         model, deadlines = ClientSpec("vllm", (server.endpoint,), "tiny", 512), Deadlines(20.0, 20.0, 40.0)
         settings = WorkerSettings(model, resolve_model("tiny"), 512, deadlines, None, "agents", policies=policies)
@@ -122,13 +122,14 @@ def test_each_fixed_policy_answers_and_only_the_one_in_training_is_recorded(monk
 
     async def run() -> None:
         async with Endpoint() as endpoint:
-            policies = configs(endpoint.url, api_key_env="RIVALS_KEY", temperature=0.5, max_new_tokens=99)
+            policies = fixed(endpoint.url, api_key_env="RIVALS_KEY", temperature=0.5, max_new_tokens=99)
             (outcome,) = await play(policies, {})
             assert isinstance(outcome, Trajectory), outcome
             assert outcome.info["said"] == [[name, f"I am the-{name}"] for name in NAMES for _ in range(2)]
             assert outcome.info["models"] == list(NAMES)
             assert (outcome.policy_tokens, len(outcome.turns), outcome.branches) == (6, 1, ())
             assert set(endpoint.keys) == {"Bearer secret"}, "the gateway knows the key, the agent does not"
+            assert "secret" not in repr(policies)
             assert {(body["temperature"], body["max_tokens"]) for body in endpoint.asked} == {(0.5, 99)}
             assert len({body["seed"] for body in endpoint.asked}) == 4, "no two calls draw the same random numbers"
 
@@ -138,10 +139,10 @@ def test_each_fixed_policy_answers_and_only_the_one_in_training_is_recorded(monk
 def test_the_calls_of_an_episode_are_limited_and_its_other_models_do_not_exist() -> None:
     async def run() -> None:
         async with Endpoint() as endpoint:
-            (outcome,) = await play(configs(endpoint.url, max_calls=3), {"calls": 4})
+            (outcome,) = await play(fixed(endpoint.url, max_calls=3), {"calls": 4})
             assert isinstance(outcome, EpisodeFailure)
             assert (outcome.cause, "3 calls of the model are used up" in outcome.message) == ("env_error", True)
-            (outcome,) = await play(configs(endpoint.url), {"ask_as": "policy"})
+            (outcome,) = await play(fixed(endpoint.url), {"ask_as": "policy"})
             assert isinstance(outcome, EpisodeFailure)
             assert "'policy' does not exist here; ask for 'rival'" in outcome.message
 
@@ -151,7 +152,7 @@ def test_the_calls_of_an_episode_are_limited_and_its_other_models_do_not_exist()
 def test_an_endpoint_that_fails_is_the_cause_of_the_episodes_end() -> None:
     async def run() -> None:
         async with Endpoint(status=404) as endpoint:
-            (outcome,) = await play(configs(endpoint.url), {})
+            (outcome,) = await play(fixed(endpoint.url), {})
         assert isinstance(outcome, EpisodeFailure)
         assert (outcome.cause, endpoint.url in outcome.message) == ("generate_error", True)
 
@@ -161,13 +162,13 @@ def test_an_endpoint_that_fails_is_the_cause_of_the_episodes_end() -> None:
 def test_a_policy_that_does_not_answer_is_named_before_anything_starts() -> None:
     async def run() -> None:
         async with Endpoint() as endpoint:
-            await check_policies(configs(endpoint.url))
+            await check_policies(fixed(endpoint.url))
             assert [body["max_tokens"] for body in endpoint.asked] == [1, 1]
             endpoint.status = 404
             with pytest.raises(InferenceError, match=r"policies\.rival: http://127.*no such model"):
-                await check_policies(configs(endpoint.url))
+                await check_policies(fixed(endpoint.url))
             with pytest.raises(ConfigError, match="NOT_SET is not set"):
-                await check_policies(configs(endpoint.url, api_key_env="NOT_SET"))
+                fixed(endpoint.url, api_key_env="NOT_SET")
 
     asyncio.run(run())
 

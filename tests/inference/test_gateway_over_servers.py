@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from roll_flash.config.sections.policies import PolicyConfig
-from roll_flash.gateway.policies import FixedPolicies, check_policies
+from roll_flash.gateway.policies import PolicySessions, check_policies, fixed_policies
 from roll_flash.gateway.server import GatewayServer
 from roll_flash.gateway.sessions.session import Session, SessionSettings
 from roll_flash.gateway.token_backend import TokenBackend
@@ -55,16 +55,18 @@ def test_a_real_endpoint_plays_as_a_fixed_policy(served: Served, monkeypatch: py
         base_url=f"{spec.endpoints[0]}/v1", model=MODEL_NAME, api_key_env="RIVALS_KEY", max_new_tokens=5
     )
 
+    fixed = fixed_policies({"rival": config})
+
     async def work() -> tuple[Session, Session, str]:
-        client, policies = open_client(spec, served.tokenizer), FixedPolicies({"rival": config})
-        await check_policies({"rival": config})
+        client, policies = open_client(spec, served.tokenizer), PolicySessions(fixed)
+        await check_policies(fixed)
         gateway = GatewayServer(
             TokenBackend(client, served.tokenizer, model="tiny", max_length=MAX_MODEL_LEN), call_timeout_s=60.0
         )
         port = await gateway.start()
         session = gateway.open_session(SessionSettings(SamplingParams(max_new_tokens=20)))
         episode = EpisodeSpec("e", "g", 0, make_task("Any-v0", 0, {}), SamplingParams(seed=3), 8)
-        rivals = policies.open_sessions(gateway, episode, ["rival"])
+        rivals = policies.open(gateway, episode, ["rival"])
         try:
             async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=session.api_key) as agent:
                 await _converse(agent)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.hosting.environments import AsyncEnvironment
 from roll_flash.gateway.backend import Backend
-from roll_flash.gateway.policies import FixedPolicies
+from roll_flash.gateway.policies import PolicySessions
 from roll_flash.gateway.server import GatewayServer
 from roll_flash.gateway.sessions.finished_episode import finished_episode, join_roles
 from roll_flash.gateway.sessions.session import Session, SessionSettings
@@ -24,7 +24,7 @@ from roll_flash.types import EpisodeSpec, Trajectory
 class AgentEpisodes:
     """The gateway of one worker. The caller closes the backend."""
 
-    def __init__(self, backend: Backend, policies: FixedPolicies, *, pins_groups: bool = False) -> None:
+    def __init__(self, backend: Backend, policies: PolicySessions, *, pins_groups: bool = False) -> None:
         """`pins_groups`: send all requests of a group to one server."""
         self._backend = backend
         self._policies = policies
@@ -37,8 +37,7 @@ class AgentEpisodes:
     ) -> Trajectory:
         """Play one episode. Raises EpisodeFailed. Cancelling ends the session and its requests."""
         gateway = await self._started(deadlines)
-        routed_as = spec.group_id if self._pins_groups else None
-        settings = SessionSettings(spec.sampling, spec.max_turns, routed_as)
+        settings = SessionSettings(spec.sampling, spec.max_turns, spec.group_id if self._pins_groups else None)
         recorded = {
             role: gateway.open_session(
                 replace(settings, sampling=spec.sampling.with_own_seed(place)),
@@ -52,7 +51,7 @@ class AgentEpisodes:
             aside = replace(settings, sampling=own, max_calls=None)
             sessions.append(gateway.open_session(aside, f"{spec.episode_id}-unrecorded"))
         unrecorded_key = sessions[-1].api_key if len(sessions) > len(recorded) else ""
-        others = self._policies.open_sessions(gateway, spec, env.policies)
+        others = self._policies.open(gateway, spec, env.policies)
         sessions += others.values()
         access = AgentGateway(
             gateway.port,
