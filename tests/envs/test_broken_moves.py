@@ -19,6 +19,7 @@ from roll_flash.envs.adapters.textarena.games import TextArena
 from roll_flash.errors import EnvError
 
 UNKNOWN = "[seven]"
+WRONG = "[wrong]"
 
 
 class Guess:
@@ -41,6 +42,8 @@ class Guess:
         if text == UNKNOWN:
             raise KeyError(text)
         player = self.state.current_player_id
+        if text == WRONG:
+            self.rewards = {player: "Bad action format."}  # type: ignore[dict-item]
         if found and int(found[1]) == 3:
             self.rewards = {other: 1.0 if other == player else -1.0 for other in range(self.players)}
         self.state.current_player_id = (player + 1) % self.players
@@ -78,6 +81,14 @@ def test_a_long_move_holds_up_no_worker(long: str) -> None:
     env.step(long)
     assert time.process_time() - began < 1
     assert env.step(f"{long} so: [3]")[1] == 1.0
+
+
+def test_a_wrong_move_whose_reason_a_game_gives_as_the_reward_earns_nothing_and_is_a_sample() -> None:
+    """As Countdown, Slitherlink and Cryptarithm of textarena 0.7.4 do."""
+    env = TextArena()
+    env.reset(seed=1)
+    _, earned, terminated, _, info = env.step(WRONG)
+    assert (earned, terminated, info["success"]) == (0.0, True, False)
 
 
 def test_a_move_for_which_a_game_for_two_raises_is_lost() -> None:

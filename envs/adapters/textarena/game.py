@@ -6,11 +6,13 @@ generator, so that the same seed and moves give the same game. Its methods block
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 from roll_flash.chat.model_text import without_special_tokens
@@ -80,7 +82,7 @@ class Game:
     def outcome(self) -> tuple[Mapping[int, float], str]:
         """Return the reward of each player, and the reason."""
         rewards, details = self._game.close()
-        earned = {int(player): float(reward) for player, reward in (rewards or {}).items()}
+        earned = {int(player): _number(reward) for player, reward in (rewards or {}).items()}
         return earned, str((details or {}).get(0, {}).get("reason"))
 
     @contextmanager
@@ -93,3 +95,9 @@ class Game:
             finally:
                 self._random_state = random.getstate()
                 random.setstate(others)
+
+
+def _number(reward: Any) -> float:
+    """Return 0 for what is no finite number: after a wrong move, some games give its reason as the reward (Countdown,
+    Slitherlink and Cryptarithm of textarena 0.7.4)."""
+    return float(reward) if isinstance(reward, Real) and math.isfinite(reward) else 0.0
