@@ -25,8 +25,9 @@ class Shell:
     next command starts a new shell.
 
     Code inside controls the shell. The end of a command is detected by syntax alone, which no function, alias,
-    variable or option can change; but a command called by name (`pytest`) may be a function by then, and in bash a
-    DEBUG trap sees everything. Use `Sandbox.exec` for any command that a reward depends on.
+    variable or option can change; but a command called by name (`pytest`, in bash also the reader's own `eval`) may be
+    a function by then, and in bash a DEBUG trap sees everything. Use `Sandbox.exec` for any command that a reward
+    depends on.
     """
 
     def __init__(self, program: str, start: Callable[[], CommandStream]) -> None:
@@ -81,14 +82,15 @@ def _script(command: str, word: str) -> bytes:
 
     The report is the shell's own error message about a file that it cannot create, in a folder with a random name: a
     redirection alone contains no command that a function or an alias could replace, and starts no process.
-    `||` keeps `set -e` from ending the shell. The quotes keep `set -v` from printing the reader's search string.
+    `||` keeps `set -e` from ending the shell. The quotes keep `set -v` from printing the reader's search string. The
+    end has no number: if a command has exchanged the shell's outputs, it is read as a garbled status, not as success.
     """
     if "\0" in command:
         raise ValueError("a NUL byte cannot be part of a command")
     lines = (
         f"\\eval {shlex.quote(command)} </dev/null",
         f'2>&1 >"/{word}"/"$?" || >/dev/null',
-        f'>"/{word}"/0 || >/dev/null',
+        f'>"/{word}"/end || >/dev/null',
     )
     return "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
 

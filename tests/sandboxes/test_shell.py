@@ -60,6 +60,18 @@ def test_a_function_or_alias_cannot_make_a_failure_a_success(provider: str) -> N
     within(provider, run)
 
 
+@pytest.mark.parametrize("program", ["/bin/sh", "/bin/bash"])
+def test_exchanged_outputs_of_the_shell_make_no_failure_a_success(program: str) -> None:
+    async def run(sandbox: Sandbox) -> None:
+        async with sandbox.shell(program) as shell:
+            exchanged = await shell.run("exec 3>&1 1>&2 2>&3", timeout=10)
+            assert (exchanged.exit_code, shell.replaced) == (GARBLED_STATUS, 1)
+            assert (await shell.run("exec 3>&1 1>&2 2>&3; (exit 7)", timeout=10)).exit_code == GARBLED_STATUS
+            assert (await shell.run("(exit 7)", timeout=10)).exit_code == 7
+
+    within("local", run)
+
+
 def test_partial_lines_come_out_as_they_are(provider: str) -> None:
     async def run(sandbox: Sandbox) -> None:
         async with sandbox.shell() as shell:
