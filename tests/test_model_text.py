@@ -138,7 +138,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "reward.json": bears((ValueError, RecursionError), lambda text: reward_of_json(text, "a")),  # type: ignore[arg-type]
     "gateway's answers": answered,
     "gateway's bodies": bears(ApiError, lambda text: decode_object(text.encode(errors="replace"))),
-    "chat completions": bears(ApiError, lambda text: chat_completions.parse(as_body(text), tokens_are_known=True)),
+    "chat completions": bears(ApiError, lambda text: chat_completions.parse(as_body(text), forwards=False)),
     "anthropic messages": bears(ApiError, lambda text: anthropic_messages.parse(anthropic_body(text))),
     "responses": bears(ApiError, lambda text: responses_api.parse({"input": text}, {})),
     "endpoint's answers": bears(InferenceError, lambda text: _reply(_json(text.encode(errors="replace"), "u"), "u", 0)),

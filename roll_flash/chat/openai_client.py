@@ -134,6 +134,7 @@ class OpenAIChatClient:
         self._not_before_s = 0.0
         self._session: aiohttp.ClientSession | None = None
         self._headers = {"Content-Type": "application/json"}
+        self._key = api_key
         if not _is_http(self.url):
             raise InferenceError(f"{base_url}: not an endpoint; one looks like http://host:port/v1")
         if api_key:
@@ -233,6 +234,8 @@ class OpenAIChatClient:
                 if response.ok:
                     return content
                 text = _error_text(content, response.reason or "")
+                if self._key:  # some endpoints quote it; agents and files get these texts
+                    text = text.replace(self._key, "[the key]")
                 return _Refusal(response.status, text, _seconds(response.headers))
         except aiohttp.InvalidURL as error:
             raise InferenceError(f"{self.url}: {error}; an endpoint looks like http://host:port/v1") from None

@@ -7,6 +7,7 @@ error unchanged; any other failure is recorded as trouble, which masks the episo
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from roll_flash.chat.model_text import encodable
@@ -24,6 +25,7 @@ from roll_flash.gateway.backend import require_mostly_shown
 from roll_flash.gateway.model_call import Answer, ModelCall, Reply, SampledToken, ToolCall, Usage
 from roll_flash.gateway.sessions.history import CallRecord
 from roll_flash.gateway.sessions.session import Session
+from roll_flash.processes.background import gather_or_cancel
 
 CLIENT_ERROR_STATUSES = frozenset({400, 413, 422})
 """Status codes caused by the agent's request; a wrong key or an unknown model is the gateway's fault."""
@@ -48,19 +50,18 @@ class EndpointBackend:
     async def complete(self, call: ModelCall, session: Session, number: int) -> tuple[Reply, list[CallRecord]]:
         started_s = session.history.clock.now_s()
         place = session.history.find(call)
-        request = _request_body(self._client.model, call, session, number)
         try:
-            body = await self._client.complete(request, timeout_s=session.timeout_s)
+            bodies = await self._ask(call, session, number)
         except EndpointRefusedError as error:
             if error.status in CLIENT_ERROR_STATUSES:
                 raise _as_refused(error, session) from None
             raise
         try:
-            answers = tuple(_answer(choice) for choice in body["choices"])
-            reported = body.get("usage") or {}
-            usage = Usage(*(token_count(reported.get(f"{kind}_tokens")) or 0 for kind in ("prompt", "completion")))
+            answers = tuple(_answer(choice) for body in bodies for choice in body["choices"])
+            usages = [_usage(body) for body in bodies]
+            usage = Usage(usages[0].prompt_tokens, sum(each.completion_tokens for each in usages))
         except ANSWER_ERRORS:
-            raise InferenceError(f"{self._client.url}: not a chat completion: {excerpt(body)}") from None
+            raise InferenceError(f"{self._client.url}: not a chat completion: {excerpt(bodies)}") from None
         if not answers:
             raise InferenceError(f"{self._client.url}: a chat completion without choices")
         if usage.prompt_tokens:
@@ -80,8 +81,27 @@ class EndpointBackend:
         ]
         return Reply(answers, usage), records
 
+    async def _ask(self, call: ModelCall, session: Session, number: int) -> list[Any]:
+        """Ask for all answers of a call; if the run decides about sampling, for each by itself, as our own servers are
+        asked: many answers at once would exceed a deadline, which saves an agent from its score."""
+
+        async def one(asked: ModelCall, own: int) -> Any:
+            request = _request_body(self._client.model, asked, session, own)
+            async with session.generating:
+                return await self._client.complete(request, timeout_s=session.timeout_s)
+
+        if session.settings.sampling is None or call.n == 1:
+            return [await one(call, number)]
+        alone = replace(call, n=1)
+        return await gather_or_cancel(*(one(alone, number + index) for index in range(call.n)))
+
     async def count_tokens(self, call: ModelCall, session: Session) -> int:
         raise unsupported("count_tokens", "the endpoint behind this gateway reports no tokens")
+
+
+def _usage(body: dict[str, Any]) -> Usage:
+    reported = body.get("usage") or {}
+    return Usage(*(token_count(reported.get(f"{kind}_tokens")) or 0 for kind in ("prompt", "completion")))
 
 
 def _request_body(model: str, call: ModelCall, session: Session, number: int) -> dict[str, Any]:

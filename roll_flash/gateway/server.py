@@ -257,8 +257,10 @@ class GatewayServer:
         return web.json_response(_described(backend))
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        tokens_are_known = self.session_of(request).backend.max_length is not None
-        parse = partial(chat_completions.parse, tokens_are_known=tokens_are_known)
+        asking = self.session_of(request)
+        # Else a field of an endpoint's own, such as another model or penalties, would undo what the run has set.
+        forwards = asking.backend.max_length is None and asking.settings.sampling is None
+        parse = partial(chat_completions.parse, forwards=forwards)
         session, body, call = await self._read(request, parse)
         streams, usage = flag(body, "stream"), chat_completions.wants_usage(body)
         reply, records = await self._complete(call, session)

@@ -35,8 +35,17 @@ class Council(Env):
     runs_own_loop = True
     policies = NAMES
 
-    def __init__(self, calls: int = 2, ask_as: str = "", loop: bool = True) -> None:
+    def __init__(
+        self,
+        calls: int = 2,
+        ask_as: str = "",
+        loop: bool = True,
+        fields: Mapping[str, Any] | None = None,
+        at_once: int = 1,
+    ) -> None:
+        """`fields` are added to each request to a fixed policy, of which there are `at_once` at a time."""
         self._calls, self._ask_as, self.runs_own_loop = calls, ask_as, loop
+        self._fields, self._at_once = dict(fields or {}), at_once
 
     async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         return "", {}
@@ -51,10 +60,18 @@ class Council(Env):
                 self._models += [model.id async for model in other.models.list()]
                 for _ in range(self._calls):
                     messages: list[Any] = [{"role": "user", "content": f"Your turn, {name}."}]
-                    answer = await other.chat.completions.create(
-                        model=self._ask_as or name, messages=messages, temperature=0.1, max_tokens=5000
+                    asking = (
+                        other.chat.completions.create(
+                            model=self._ask_as or name,
+                            messages=messages,
+                            temperature=0.1,
+                            max_tokens=5000,
+                            extra_body=self._fields,
+                        )
+                        for _ in range(self._at_once)
                     )
-                    self._said.append((name, answer.choices[0].message.content or ""))
+                    for answer in await asyncio.gather(*asking):
+                        self._said += [(name, choice.message.content or "") for choice in answer.choices]
 
     async def score(self) -> tuple[float, Mapping[str, Any]]:
         return 1.0, {"said": self._said, "models": self._models}
@@ -66,8 +83,9 @@ register_env("Council-v0", Council)
 class Endpoint:
     """A stand-in for an endpoint: it answers with the name of the model that was asked for, or with `status`."""
 
-    def __init__(self, status: int = 200) -> None:
+    def __init__(self, status: int = 200, takes_s: float = 0.0) -> None:
         self.status = status
+        self._takes_s, self._free = takes_s, asyncio.Semaphore(8)
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str] = []
 
@@ -85,8 +103,12 @@ class Endpoint:
 
     async def _answer(self, request: web.Request) -> web.Response:
         if self.status != 200:
-            return web.json_response({"error": {"message": "no such model"}}, status=self.status)
+            said = f"no such model for {request.headers.get('Authorization')}"
+            return web.json_response({"error": {"message": said}}, status=self.status)
         body = await request.json()
+        for _ in range(body.get("n", 1)):
+            async with self._free:
+                await asyncio.sleep(self._takes_s)
         self.asked.append(body)
         self.keys.append(request.headers.get("Authorization", ""))
         message = {"role": "assistant", "content": f"I am {body['model']}"}
@@ -98,9 +120,11 @@ def fixed(url: str, **fields: Any) -> dict[str, FixedPolicy]:
     return fixed_policies({name: PolicyConfig(base_url=url, model=f"the-{name}", **fields) for name in NAMES})
 
 
-async def play(policies: Mapping[str, FixedPolicy], kwargs: Any, episodes: int = 1) -> list[Outcome]:
+async def play(
+    policies: Mapping[str, FixedPolicy], kwargs: Any, episodes: int = 1, generate_s: float = 20.0
+) -> list[Outcome]:
     async with StandInServer(well, version=2) as server:
-        model, deadlines = ClientSpec("vllm", (server.endpoint,), "tiny", 512), Deadlines(20.0, 20.0, 40.0)
+        model, deadlines = ClientSpec("vllm", (server.endpoint,), "tiny", 512), Deadlines(generate_s, 20.0, 40.0)
         settings = WorkerSettings(model, resolve_model("tiny"), 512, deadlines, None, "agents", policies=policies)
         worker = Worker(settings)
         ended: list[Outcome] = []
@@ -149,12 +173,58 @@ def test_the_calls_of_an_episode_are_limited_and_its_other_models_do_not_exist()
     asyncio.run(run())
 
 
-def test_an_endpoint_that_fails_is_the_cause_of_the_episodes_end() -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [{"logit_bias": {"5": 100}}, {"presence_penalty": 2}, {"response_format": {"type": "json_object"}}],
+)
+def test_an_agent_cannot_change_how_a_fixed_policy_samples(fields: dict[str, Any]) -> None:
+    async def run() -> None:
+        async with Endpoint() as endpoint:
+            (outcome,) = await play(fixed(endpoint.url), {"fields": fields})
+            assert isinstance(outcome, EpisodeFailure)
+            assert (outcome.cause, f"{next(iter(fields))}: " in outcome.message) == ("env_error", True)
+            assert not endpoint.asked
+
+    asyncio.run(run())
+
+
+def test_fields_of_an_endpoints_own_do_not_reach_it() -> None:
+    """Some routers take a list of other models, some servers a chat template or a minimum of tokens."""
+    fields = {"models": ["theirs"], "min_p": 1, "min_tokens": 500, "chat_template": "{{ 1 }}", "web_search_options": {}}
+
+    async def run() -> None:
+        async with Endpoint() as endpoint:
+            (outcome,) = await play(fixed(endpoint.url), {"fields": fields})
+            assert isinstance(outcome, Trajectory), outcome
+            assert {*endpoint.asked[0]} == {"model", "messages", "temperature", "seed", "max_tokens"}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("many", [{"at_once": 64}, {"fields": {"n": 64}}])
+def test_an_agent_that_asks_a_fixed_policy_very_often_at_once_is_scored(many: dict[str, Any]) -> None:
+    """The endpoint makes 8 answers at a time. All 64 together would exceed the deadline of a call, and a certain 0
+    would become no sample."""
+
+    async def run() -> None:
+        async with Endpoint(takes_s=0.4) as endpoint:
+            (outcome,) = await play(fixed(endpoint.url), {"calls": 1, **many}, generate_s=2.0)
+            assert isinstance(outcome, Trajectory), outcome
+            assert len(outcome.info["said"]) == 128
+            assert len({body["seed"] for body in endpoint.asked}) == 128
+
+    asyncio.run(run())
+
+
+def test_an_endpoint_that_fails_is_the_cause_of_the_episodes_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RIVALS_KEY", "a-secret")
+
     async def run() -> None:
         async with Endpoint(status=404) as endpoint:
-            (outcome,) = await play(fixed(endpoint.url), {})
+            (outcome,) = await play(fixed(endpoint.url, api_key_env="RIVALS_KEY"), {})
         assert isinstance(outcome, EpisodeFailure)
         assert (outcome.cause, endpoint.url in outcome.message) == ("generate_error", True)
+        assert "no such model for Bearer [the key]" in outcome.message, "some endpoints quote the key"
 
     asyncio.run(run())
 

@@ -36,9 +36,10 @@ _UNDERSTOOD = frozenset(
 """Fields that are not forwarded unchanged to an endpoint behind the gateway."""
 
 
-def parse(body: Mapping[str, Any], *, tokens_are_known: bool) -> ModelCall:
-    """Parse a request. Raises ApiError for a field that is invalid, or would be ignored."""
-    if tokens_are_known:
+def parse(body: Mapping[str, Any], *, forwards: bool) -> ModelCall:
+    """Parse a request. Raises ApiError for a field that is invalid, or would be ignored. `forwards`: an endpoint gets
+    all other fields as they are."""
+    if not forwards:
         _refuse_what_changes_sampling(body)
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(objects(body, "messages"))]
     tools = tuple(_tool(tool) for tool in objects(body, "tools"))
@@ -59,7 +60,7 @@ def parse(body: Mapping[str, Any], *, tokens_are_known: bool) -> ModelCall:
         ),
         n=whole(body, "n", 1, MAX_ANSWERS) or 1,
         wants_logprobs=flag(body, "logprobs"),
-        extra={name: value for name, value in body.items() if name not in _UNDERSTOOD},
+        extra={name: value for name, value in body.items() if name not in _UNDERSTOOD} if forwards else {},
     )
 
 
