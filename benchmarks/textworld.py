@@ -136,18 +136,20 @@ def as_page(result: dict[str, Any]) -> str:
             f"{found['value']:+.2f} [{found['low']:+.2f}, {found['high']:+.2f}] | {row['steps']} | "
             f"{row['training_minutes']:.1f} |"
         )
-    for order in ORDERS:
-        rows = [row for row in result["rows"] if row["order"] == order]
-        if len(rows) > 1:
-            games = set.intersection(*(set(row["by_game"]) for row in rows))
-            found = estimate_difference(
-                [sum(row["by_game"][game] for row in rows) / len(rows) for game in sorted(games)]
-            )
-            lines += [
-                "",
-                f"Over the seeds, {order}: {found.value:+.2f} [{found.low:+.2f}, {found.high:+.2f}], target +0.25.",
-            ]
+    for order, found in result["over_seeds"].items():
+        shown = f"{found['value']:+.2f} [{found['low']:+.2f}, {found['high']:+.2f}]"
+        lines += ["", f"Over the seeds, {order}: {shown}, target +0.25."]
     return "\n".join([*lines, ""])
+
+
+def over_seeds(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """By order: the difference of the means over the seeds, paired by game."""
+    found = {}
+    for order in dict.fromkeys(row["order"] for row in rows):
+        of_games = [row["by_game"] for row in rows if row["order"] == order]
+        games = sorted(set.intersection(*map(set, of_games)))
+        found[order] = asdict(estimate_difference([fmean(each[game] for each in of_games) for game in games]))
+    return found
 
 
 def main() -> None:
@@ -181,6 +183,7 @@ def main() -> None:
         for seed in seeds:
             for order in options.orders:
                 result["rows"].append(run(order, seed, runs, overrides))
+                result["over_seeds"] = over_seeds(result["rows"])
                 if not options.quick:
                     (options.output / "textworld.json").write_text(json.dumps(result, indent=1) + "\n")
                     (options.output / "textworld.md").write_text(as_page(result))
