@@ -94,7 +94,8 @@ def _algorithms(found: Any) -> str:
 def _textworld(found: Any) -> str:
     rows, gain = [row for row in found["rows"] if row["order"] == "asynchronous"], found["over_seeds"]["asynchronous"]
     before, after = (fmean(row[name] for row in rows) for name in ("after_demonstrations", "after_rl"))
-    return f"demonstrations {before:.2f}, then RL {after:.2f}: {gain['value']:+.2f} [{gain['low']:+.2f}, {gain['high']:+.2f}]"
+    low, high = gain["low"], gain["high"]
+    return f"demonstrations {before:.2f}, then RL {after:.2f}: {gain['value']:+.2f} [{low:+.2f}, {high:+.2f}]"
 
 
 def _weights(found: Any) -> str:
