@@ -177,7 +177,8 @@ def _exists(group: int) -> bool:
 
 def test_a_slurm_job_starts_ray_on_each_node_trains_and_stops_ray(tmp_path: Path) -> None:
     """`srun`, `scontrol`, `ray` and `roll-flash` are stand-ins."""
-    status, output = ended(slurm(tmp_path, 'echo "token ${#RAY_AUTH_TOKEN} $RAY_AUTH_MODE"'))
+    until_all_have_begun = 'while [ "$(grep -c "ray start" "$CALLS")" -lt 4 ]; do sleep 0.05; done\n'
+    status, output = ended(slurm(tmp_path, until_all_have_begun + 'echo "token ${#RAY_AUTH_TOKEN} $RAY_AUTH_MODE"'))
     assert status == 0, output
     assert "token 64 token" in output
     steps = [call for call in calls(tmp_path) if call.startswith("srun") and "ray start" in call]
