@@ -282,7 +282,8 @@ def test_calls_that_end_the_server_again_and_again_take_no_more_time_than_others
     used_s = slow_turn[4]["tools"]["cat"]["seconds"]
     assert used_s > 0.2
     ended = turn[4]["tools"]["cat"]["timeouts"] - str(turn[0]).count("was not run")
-    assert 0 < ended <= 16.0 / used_s, (ended, used_s)
+    # Beside other work the first call may take twice as long as those that repeat it.
+    assert 0 < ended <= 2 * 16.0 / used_s, (ended, used_s)
 
 
 @pytest.mark.docker
