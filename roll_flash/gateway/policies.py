@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
 from roll_flash.config.sections.policies import PolicyConfig
 from roll_flash.engines.inference import ChatEndpoint
-from roll_flash.errors import InferenceError
+from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.gateway.endpoint_backend import EndpointBackend
 from roll_flash.gateway.server import GatewayServer
 from roll_flash.gateway.sessions.session import Session, SessionSettings
@@ -42,9 +42,10 @@ def fixed_policies(configs: Mapping[str, PolicyConfig]) -> dict[str, FixedPolicy
     }
 
 
-async def check_policies(policies: Mapping[str, FixedPolicy]) -> None:
-    """Ask each policy for one token. Raises InferenceError for one that does not answer."""
+async def check_policies(policies: Mapping[str, FixedPolicy], note: Callable[[str], None]) -> None:
+    """Ask each policy for one token; `note` is told before. Raises InferenceError for one that does not answer."""
     for name, policy in policies.items():
+        note(f"asking the fixed policy {name} for one token (usually 1-5 s, at most {CHECK_TIMEOUT_S:g} s)")
         client = OpenAIChatClient.at(policy.endpoint, max_attempts=2)
         try:
             await client.ask_for_one_token(CHECK_TIMEOUT_S)
@@ -63,7 +64,11 @@ class PolicySessions:
         self._backends = {name: EndpointBackend(client, name) for name, client in self._clients.items()}
 
     def open(self, gateway: GatewayServer, spec: EpisodeSpec, names: Iterable[str]) -> dict[str, Session]:
-        """Open a session of an episode with each of these policies."""
+        """Open a session of an episode with each of these policies. Raises ConfigError, with none opened, for one that
+        the run does not have: a task source may name environments that the start has not seen."""
+        names = tuple(names)
+        if unknown := [name for name in names if name not in self._policies]:
+            raise ConfigError(f"the environment asks the policy {unknown[0]!r}, which the config does not name")
         return {name: self._open(gateway, spec, name, -1 - place) for place, name in enumerate(names)}
 
     async def close(self) -> None:

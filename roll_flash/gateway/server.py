@@ -223,7 +223,8 @@ class GatewayServer:
     async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Limit the requests in progress per session, so that a slow agent cannot block others."""
         session = self._sessions.get(api_key_of(request))
-        if session is None and request.path in CALLS and self.is_admin(request):
+        is_call = request.path in CALLS or request.path.startswith("/v1/models/")
+        if session is None and is_call and self.is_admin(request):
             request[OF_THIS_CALL] = session = self._new_session(SessionSettings())
             try:
                 return await handler(request)

@@ -67,7 +67,7 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
     fit = fit_here(config, trains=trains, serves=serves)
     if trains:
         _check_learner(config, folder)
-    fixed_policies(config.policies)
+    fixed_policies(config.policies)  # raises if a key is not set
     entries = open_entries(config)
     size = total_size([entry.source for entry in entries])
     levels = first_tasks_of_levels(entries, config.seed, TASKS)

@@ -253,7 +253,7 @@ async def _show_live_figures(stack: AsyncExitStack, system: System, activities: 
 
 async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEngine, progress: Progress) -> System:
     config, run_dir = start.config, start.run_dir
-    await check_policies(fixed_policies(config.policies))
+    await check_policies(fixed_policies(config.policies), progress.note)
     teacher = await _open_teacher(stack, start)
     preparation = NodePreparation(config, start.model_folder, start.sandboxes, progress.note)
     with doing("the start", "Ray and the nodes are not ready", announced_s=RAY_START_S):
@@ -331,9 +331,9 @@ async def open_rollout(
     `failure` ends the start."""
     async with AsyncExitStack() as stack:
         async with cancel_on_failure(failure):
-            await check_policies(fixed_policies(config.policies))
             model_folder, serves = checked.model_folder, endpoint is None
             note = partial(say, error=True)
+            await check_policies(fixed_policies(config.policies), note)
             preparation = NodePreparation(config, model_folder, checked.sandboxes, note)
             places = await _start_ray(stack, config, preparation, note, checked.fit, trains=False, serves=serves)
             engine = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from aiohttp import web
@@ -17,7 +18,7 @@ from roll_flash.envs import Env, register_env
 from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.hosting.environments import check_environments
 from roll_flash.errors import ConfigError, InferenceError
-from roll_flash.gateway.policies import FixedPolicy, check_policies, fixed_policies
+from roll_flash.gateway.policies import FixedPolicy, PolicySessions, check_policies, fixed_policies
 from roll_flash.models.prepare import resolve_model
 from roll_flash.rollout.episodes.episode import Deadlines
 from roll_flash.rollout.worker import Outcome, Worker, WorkerSettings
@@ -216,6 +217,23 @@ def test_an_agent_that_asks_a_fixed_policy_very_often_at_once_is_scored(many: di
     asyncio.run(run())
 
 
+def test_a_policy_that_the_start_could_not_know_is_named_and_no_session_stays_open() -> None:
+    async def run() -> None:
+        async with Endpoint() as endpoint:
+            known = {"rival": fixed(endpoint.url)["rival"]}
+            gateway, spec = Mock(), Mock()
+            sessions = PolicySessions(known)
+            with pytest.raises(ConfigError, match="asks the policy 'user', which the config does not name"):
+                sessions.open(gateway, spec, NAMES)
+            gateway.open_session.assert_not_called()
+            await sessions.close()
+            (outcome,) = await play(known, {})
+            assert isinstance(outcome, EpisodeFailure)
+            assert "asks the policy 'user'" in outcome.message
+
+    asyncio.run(run())
+
+
 def test_an_endpoint_that_fails_is_the_cause_of_the_episodes_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RIVALS_KEY", "a-secret")
 
@@ -230,13 +248,18 @@ def test_an_endpoint_that_fails_is_the_cause_of_the_episodes_end(monkeypatch: py
 
 
 def test_a_policy_that_does_not_answer_is_named_before_anything_starts() -> None:
+    said: list[str] = []
+
     async def run() -> None:
         async with Endpoint() as endpoint:
-            await check_policies(fixed(endpoint.url))
+            await check_policies(fixed(endpoint.url), said.append)
             assert [body["max_tokens"] for body in endpoint.asked] == [1, 1]
+            assert [line.partition(" for ")[0] for line in said] == [
+                f"asking the fixed policy {name}" for name in NAMES
+            ]
             endpoint.status = 404
             with pytest.raises(InferenceError, match=r"policies\.rival: http://127.*no such model"):
-                await check_policies(fixed(endpoint.url))
+                await check_policies(fixed(endpoint.url), said.append)
             with pytest.raises(ConfigError, match="NOT_SET is not set"):
                 fixed(endpoint.url, api_key_env="NOT_SET")
 

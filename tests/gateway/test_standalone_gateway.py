@@ -345,6 +345,7 @@ def test_a_call_with_the_gateways_key_is_answered_and_belongs_to_no_session(tiny
         streamed = await http.post("/v1/chat/completions", json={**body, "stream": True})
         assert "Hello." in streamed.text
         assert (await http.get("/v1/models")).json()["data"][0]["id"] == "m"
+        assert (await http.get("/v1/models/m")).json()["id"] == "m"
         refused = await http.post("/v1/chat/completions", json={**body, "model": "n"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
         assert (await http.post("/v1/reward", json={"reward": 1.0})).status_code == 401, "there is nothing to score"

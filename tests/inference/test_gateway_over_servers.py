@@ -59,7 +59,7 @@ def test_a_real_endpoint_plays_as_a_fixed_policy(served: Served, monkeypatch: py
 
     async def work() -> tuple[Session, Session, str]:
         client, policies = open_client(spec, served.tokenizer), PolicySessions(fixed)
-        await check_policies(fixed)
+        await check_policies(fixed, print)
         gateway = GatewayServer(
             TokenBackend(client, served.tokenizer, model="tiny", max_length=MAX_MODEL_LEN), call_timeout_s=60.0
         )

@@ -51,18 +51,18 @@ class AgentEpisodes:
             aside = replace(settings, sampling=own, max_calls=None)
             sessions.append(gateway.open_session(aside, f"{spec.episode_id}-unrecorded"))
         unrecorded_key = sessions[-1].api_key if len(sessions) > len(recorded) else ""
-        others = self._policies.open(gateway, spec, env.policies)
-        sessions += others.values()
-        access = AgentGateway(
-            gateway.port,
-            sessions[0].api_key,
-            self._backend.model,
-            unrecorded_key,
-            {role: session.api_key for role, session in recorded.items() if role},
-            {name: session.api_key for name, session in others.items()},
-            lambda: [answer for session in recorded.values() for answer in session.history.answers()],
-        )
         try:
+            others = self._policies.open(gateway, spec, env.policies)
+            sessions += others.values()
+            access = AgentGateway(
+                gateway.port,
+                sessions[0].api_key,
+                self._backend.model,
+                unrecorded_key,
+                {role: session.api_key for role, session in recorded.items() if role},
+                {name: session.api_key for name, session in others.items()},
+                lambda: [answer for session in recorded.values() for answer in session.history.answers()],
+            )
             return await self._play(spec, env, deadlines, progress, access, gateway, recorded, sessions)
         except EpisodeFailed:
             _raise_session_error(sessions)
