@@ -6,9 +6,10 @@ Real Ray, real vLLM, the real learner, environments that only wait (benchmarks/l
 The first setting is measured; from its folder alone five others are predicted, which differ in alpha, concurrency,
 servers or redundancy. Then all are run: the error of the time of a step, whether it lies in its predicted interval, and
 how the setting that the plan finds best does against the best of the six. Results go to `results/plan.{json,md}`; about
-20 minutes.
+20 minutes with the default of 16 steps.
 
-With `--runs` the run folders are kept there, and those that exist are not run again.
+With `--runs` the run folders are kept there, and those that exist are not run again: so a change of the plan is
+compared with the same runs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from roll_flash.processes.supervise import end_with_parent
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
-RUN_TIMEOUT_S = 1800
+RUN_TIMEOUT_S, LOAD_BEFORE = 1800, "load_before"
 STEP_ERROR, CHOICE = 0.1, 0.95
 """Goals: the relative error of the time of a step; speed of the plan's choice against the best of the grid."""
 COMMON = (
@@ -95,6 +96,7 @@ def train(setting: Setting, runs: Path, steps: int) -> Path:
     folder = runs / setting.name
     if (folder / "summary.json").is_file():
         return folder
+    load = os.getloadavg()[0]
     command = [sys.executable, "-m", "roll_flash", "train", "configs/ci.yaml", f"name={setting.name}", f"runs={runs}"]
     words = [*COMMON, *setting.words, f"steps={steps}"]
     done = subprocess.run(
@@ -106,6 +108,7 @@ def train(setting: Setting, runs: Path, steps: int) -> Path:
     )
     if done.returncode != 0:
         sys.exit(f"the run {setting.name} ended with exit code {done.returncode}")
+    (folder / LOAD_BEFORE).write_text(str(load))
     return folder
 
 
@@ -126,9 +129,7 @@ def measured(folder: Path) -> dict[str, float]:
 
 def compare(settings: list[Setting], runs: Path, steps: int) -> dict[str, Any]:
     """Calibrate with the first setting's run, predict the others, and compare with what their runs took."""
-    loads: dict[str, float] = {}
     for setting in settings:
-        loads[setting.name] = os.getloadavg()[0]
         began_s = time.monotonic()
         train(setting, runs, steps)
         print(f"{setting.name}: {time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
@@ -145,7 +146,7 @@ def compare(settings: list[Setting], runs: Path, steps: int) -> dict[str, Any]:
             {
                 "setting": setting.name,
                 "is_calibration": setting == MEASURED,
-                "load_before": loads[setting.name],
+                "load_before": float((runs / setting.name / LOAD_BEFORE).read_text()),
                 "measured": real,
                 "predicted": {name: asdict(figure) for name, figure in prediction.figures.items()},
                 "error": prediction["step_s"].value / real["step_s"] - 1,

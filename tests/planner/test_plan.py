@@ -103,7 +103,7 @@ def test_episodes_of_a_run_are_planned_on_other_machines(run: Path) -> None:
     on_gpu = plan_run(config, run=run, hardware=load_hardware(H100), searches=False)
     assert "episodes measured in" in on_gpu.calibration.source
     on_cpu = plan_run(config, run=run, searches=False)
-    assert on_gpu.calibration.load.correlation == on_cpu.calibration.load.correlation
+    assert on_gpu.calibration.load.effects == on_cpu.calibration.load.effects
     assert on_gpu.prediction["step_s"].value < on_cpu.prediction["step_s"].value
 
 

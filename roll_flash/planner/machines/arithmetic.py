@@ -27,6 +27,7 @@ from roll_flash.planner.machines.memory import (
 from roll_flash.planner.machines.publication import weight_times
 from roll_flash.planner.measured.calibration import Calibration, Speeds
 from roll_flash.planner.measured.episodes import MeasuredLoad, duration_s
+from roll_flash.planner.measured.group_effects import GroupEffects
 from roll_flash.planner.simulation.load import EpisodePlan, LogNormal
 
 ERROR = 0.5
@@ -160,4 +161,4 @@ def _assumed_load(config: Config, hardware: Hardware) -> MeasuredLoad:
             f"episodes.prompt_tokens={assumed.prompt_tokens} of the hardware file fill model.max_length="
             f"{config.model.max_length}; lower the first"
         )
-    return MeasuredLoad(tuple(plans), assumed.correlation)
+    return MeasuredLoad(tuple(plans), GroupEffects.normal(assumed.correlation))

@@ -9,23 +9,22 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from statistics import NormalDist, fmean
+from statistics import fmean
 
+from roll_flash.planner.measured.group_effects import GroupEffects
 from roll_flash.planner.measured.recording import RecordedEpisode, StoppedEpisode
 from roll_flash.planner.simulation.load import EpisodePlan
 
-MAX_CORRELATION = 0.99
-_NORMAL = NormalDist()
+SHORTEST_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLoad:
-    """Draws episodes so that replicas of a task are alike as in the run, by a Gaussian copula over their durations."""
+    """Draws episodes so that replicas of a task are alike as in the run."""
 
     episodes: tuple[EpisodePlan, ...]
     """Sorted by duration."""
-    correlation: float
-    """Correlation of the normal scores of durations within a group."""
+    effects: GroupEffects
     signal_rate: float = 1.0
     """Share of the groups whose replicas get different rewards."""
     failure_rate: float = 0.0
@@ -38,9 +37,7 @@ class MeasuredLoad:
         """Return the plan of one episode; the same arguments give the same plan."""
         of_task = random.Random(self.seed * 7_368_787 + seed)
         own = random.Random((self.seed * 1_000_003 + seed) * 1_009 + replica * 31 + attempt)
-        shared, has_signal = of_task.gauss(0, 1), of_task.random() < self.signal_rate
-        score = math.sqrt(self.correlation) * shared + math.sqrt(1 - self.correlation) * own.gauss(0, 1)
-        rank = _NORMAL.cdf(score)
+        rank, has_signal = self.effects.rank(of_task, own), of_task.random() < self.signal_rate
         place = bisect(self.shares, rank) if self.shares else int(rank * len(self.episodes))
         place = min(len(self.episodes) - 1, place)
         reward = float(replica % 2) if has_signal else 0.0
@@ -75,15 +72,15 @@ def measured_load(
     ]
     found.sort(key=lambda each: duration_s(each[0], token_s))
     shares = tuple(accumulate(weight for *_, weight in found))
-    groups = defaultdict(list)
-    for (_, episode, weight), share in zip(found, shares, strict=True):
-        groups[episode.group_id].append((_NORMAL.inv_cdf(share - weight / 2), episode.reward))
-    several = [group for group in groups.values() if len(group) > 1]
-    with_signal = [len({reward for _, reward in group}) > 1 for group in several]
+    rewards, logarithms = defaultdict[str, set[float]](set), defaultdict[str, list[float]](list)
+    for plan, episode, _ in found:
+        rewards[episode.group_id].add(episode.reward)
+        logarithms[episode.group_id].append(math.log(max(SHORTEST_S, duration_s(plan, token_s))))
+    with_signal = [len(rewards[group]) > 1 for group, members in logarithms.items() if len(members) > 1]
     return MeasuredLoad(
         episodes=tuple(plan for plan, *_ in found),
         shares=shares,
-        correlation=within_group_correlation([[score for score, _ in group] for group in several]),
+        effects=GroupEffects.measured(list(logarithms.values())),
         signal_rate=fmean(with_signal) if with_signal else 1.0,
         failure_rate=failures / (failures + len(episodes)),
     )
@@ -171,17 +168,3 @@ def _plan(episode: RecordedEpisode, startup_share: float, step_share: float) -> 
         startup_s=startup_share * episode.startup_s,
         packed_tokens=episode.packed_tokens,
     )
-
-
-def within_group_correlation(groups: Sequence[Sequence[float]]) -> float:
-    """Return the intraclass correlation of values in groups (one-way analysis of variance), between 0 and 0.99; 0 if
-    there are fewer than two groups of several values."""
-    values = [value for group in groups for value in group]
-    if len(groups) < 2 or len(values) <= len(groups):
-        return 0.0
-    mean = fmean(values)
-    between = sum(len(group) * (fmean(group) - mean) ** 2 for group in groups) / (len(groups) - 1)
-    within = sum((value - fmean(group)) ** 2 for group in groups for value in group) / (len(values) - len(groups))
-    usual = (len(values) - sum(len(group) ** 2 for group in groups) / len(values)) / (len(groups) - 1)
-    total = between + (usual - 1) * within
-    return min(MAX_CORRELATION, max(0.0, (between - within) / total)) if total > 0 else 0.0
