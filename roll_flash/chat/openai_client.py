@@ -172,11 +172,12 @@ class OpenAIChatClient:
         answer = await self.complete(body, timeout_s=timeout_s)
         return _reply(answer, self.url, time.monotonic() - started)
 
-    async def complete(self, body: Mapping[str, Any], *, timeout_s: float) -> Any:
-        """Send the body of a request unchanged; return the answer's JSON. Raises the errors of `chat`, and
-        EndpointRefusedError if the endpoint refuses the request."""
+    async def complete(self, body: Mapping[str, Any] | bytes, *, timeout_s: float) -> Any:
+        """Send the body of a request, or its JSON, unchanged; return the answer's JSON. Raises the errors of `chat`,
+        and EndpointRefusedError if the endpoint refuses the request."""
+        sent = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with asyncio.timeout(timeout_s):
-            return await self._post(json.dumps(body).encode(), deadline_s=time.monotonic() + timeout_s)
+            return await self._post(sent, deadline_s=time.monotonic() + timeout_s)
 
     async def close(self) -> None:
         if self._session is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from roll_flash.chat.model_text import encodable
@@ -84,16 +85,19 @@ class EndpointBackend:
     async def _ask(self, call: ModelCall, session: Session, number: int) -> list[Any]:
         """Ask for all answers of a call; if the run decides about sampling, for each by itself, as our own servers are
         asked: many answers at once would exceed a deadline, which saves an agent from its score."""
+        ruled = session.settings.sampling
+        request = partial(_encoded, self._client.model, replace(call, n=1) if ruled else call, session)
+        # Once for all answers, in a thread: a body may take a tenth of a second.
+        encoded = await session.work.do(request, call.keys.characters(0))
 
-        async def one(asked: ModelCall, own: int) -> Any:
-            request = _request_body(self._client.model, asked, session, own)
+        async def one(seed: int | None) -> Any:
             async with session.generating:
-                return await self._client.complete(request, timeout_s=session.timeout_s)
+                body = encoded if seed is None else b'%b, "seed": %d}' % (encoded[:-1], seed)
+                return await self._client.complete(body, timeout_s=session.timeout_s)
 
-        if session.settings.sampling is None or call.n == 1:
-            return [await one(call, number)]
-        alone = replace(call, n=1)
-        return await gather_or_cancel(*(one(alone, number + index) for index in range(call.n)))
+        if ruled is None:
+            return [await one(call.requested.seed)]
+        return await gather_or_cancel(*(one(ruled.with_own_seed(number + index).seed) for index in range(call.n)))
 
     async def count_tokens(self, call: ModelCall, session: Session) -> int:
         raise unsupported("count_tokens", "the endpoint behind this gateway reports no tokens")
@@ -104,7 +108,8 @@ def _usage(body: dict[str, Any]) -> Usage:
     return Usage(*(token_count(reported.get(f"{kind}_tokens")) or 0 for kind in ("prompt", "completion")))
 
 
-def _request_body(model: str, call: ModelCall, session: Session, number: int) -> dict[str, Any]:
+def _encoded(model: str, call: ModelCall, session: Session) -> bytes:
+    """Return the body of a request as JSON, without the seed."""
     wanted, ruled = call.requested, session.settings.sampling
     body: dict[str, Any] = {**call.extra, "model": model, "messages": list(call.messages)}
     if call.tools:
@@ -115,13 +120,12 @@ def _request_body(model: str, call: ModelCall, session: Session, number: int) ->
         "temperature": ruled.temperature if ruled else wanted.temperature,
         "top_p": (ruled.top_p if ruled.top_p != 1 else None) if ruled else wanted.top_p,
         "top_k": (ruled.top_k or None) if ruled else wanted.top_k,
-        "seed": ruled.with_own_seed(number).seed if ruled else wanted.seed,
         "max_tokens": min(limits, default=None),
         "stop": [*(ruled.stop if ruled else ()), *wanted.stop] or None,
         "n": call.n if call.n > 1 else None,
         "logprobs": True if call.wants_logprobs else None,
     }
-    return body | {name: value for name, value in settings.items() if value is not None}
+    return json.dumps(body | {name: value for name, value in settings.items() if value is not None}).encode()
 
 
 def _tool_choice(choice: str) -> Any:
