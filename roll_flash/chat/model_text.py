@@ -116,12 +116,14 @@ def is_deeper(value: Any, limit: int) -> bool:
 def has_more_values(value: Any, limit: int) -> bool:
     """True if the lists, tuples and objects in `value`, which is one of them, have more than `limit` values in all."""
     count, waiting = 0, [value]
-    while waiting and count <= limit:
+    while waiting:
         outer = waiting.pop()
         inner = outer.values() if isinstance(outer, dict) else outer
         count += len(inner)
+        if count > limit:
+            return True
         waiting += [item for item in inner if isinstance(item, dict | list | tuple)]
-    return count > limit
+    return False
 
 
 def encodable(text: str) -> str:

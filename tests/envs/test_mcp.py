@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -21,7 +22,10 @@ from roll_flash.envs.agents.presets import AGENTS_IMAGE
 from roll_flash.envs.base import SandboxEnv
 from roll_flash.envs.datasets.columns import task_arguments
 from roll_flash.envs.hosting.environments import is_deterministic
+from roll_flash.envs.tools.functions import ToolError
+from roll_flash.envs.tools.mcp.client import content_as_text
 from roll_flash.envs.tools.mcp.connections import MAX_ANSWER_BYTES, PART_BYTES
+from roll_flash.envs.tools.mcp.servers import McpServer, _make_tool
 from roll_flash.errors import ConfigError, EnvError
 from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxSpec, open_sandbox
 
@@ -566,3 +570,79 @@ def test_the_id_of_a_session_is_sent_back_only_if_it_can_be() -> None:
     outside.handle = begin  # type: ignore[method-assign]
     with pytest.raises(EnvError, match="MCP server out: its Mcp-Session-Id is not made of visible ASCII"):
         play_outside(outside)
+
+
+async def flooded(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, before: bytes, flood: bytes, ended: asyncio.Event
+) -> None:
+    """Answer as a good server does; to a call `before`, and after it `flood` without end, until the client `ended`."""
+    with contextlib.suppress(asyncio.IncompleteReadError):
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
+            message = json.loads(await reader.readexactly(length) or "{}")
+            results: dict[str, Any] = {
+                "initialize": {"protocolVersion": "2025-06-18"},
+                "tools/list": {"tools": [{"name": "look", "inputSchema": {"type": "object"}}]},
+                "tools/call": {"content": [{"type": "text", "text": "found"}]},
+            }
+            method = message.get("method")
+            body = json.dumps({"id": message.get("id"), "result": results.get(method)}).encode()
+            answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+            if method != "tools/call":
+                writer.write(answer)
+                continue
+            writer.write(before or answer)
+            await writer.drain()
+            await asyncio.sleep(0.2)  # so that a whole answer has been read
+            with contextlib.suppress(OSError):
+                while True:
+                    writer.write(flood)
+                    await writer.drain()
+            ended.set()
+            break
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "piece"),
+    [
+        (b"", b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"),
+        (b"HTTP/1.1 103 Early\r\n\r\n", b"HTTP/1.1 103 Early\r\n\r\n"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"x" * 64),
+    ],
+    ids=["answers that nobody asked for", "provisional answers", "an extension of a chunk"],
+)
+def test_a_server_outside_that_sends_what_is_no_message_is_not_read_on(before: bytes, piece: bytes) -> None:
+    """aiohttp reads all of it, also between calls: 16 MB of small answers took 5 s of processor time and 550 MB."""
+
+    async def run() -> Steps:
+        flood, ended = piece * (65_536 // len(piece)), asyncio.Event()
+        server = await asyncio.start_server(lambda r, w: flooded(r, w, before, flood, ended), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        servers = {"out": {"url": f"http://127.0.0.1:{port}/mcp", "timeout_s": 20}}
+        env = Office(mcp_servers=servers, mcp_allow=[f"127.0.0.1:{port}"])
+        try:
+            _, steps = await steps_of(env, call("look"))
+            async with asyncio.timeout(5):
+                await ended.wait()
+            return steps
+        finally:
+            await env.close()
+            server.close()
+
+    assert ("it sent more than 8 MiB" if before else "found") in asyncio.run(run())[0][0]
+
+
+@pytest.mark.parametrize("where", ["schema", "result"])
+def test_a_server_that_sends_millions_of_values_holds_up_no_worker(where: str) -> None:
+    """In 8 MiB there are 4 million numbers, which took a second to look through and to write again."""
+    values = {"x": [1] * 3_000_000}
+    began = time.process_time()
+    if where == "result":
+        assert "too large" in content_as_text({"structuredContent": values})
+    else:
+        about = McpServer(url="http://127.0.0.1/mcp")
+        client: Any = None
+        with pytest.raises(ToolError, match="has more than 20000 characters"):
+            _make_tool("Office", about, client, {"name": "look", "inputSchema": values})
+    assert time.process_time() - began < 0.1

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Any
 
-from roll_flash.chat.model_text import MAX_DEPTH, encodable, is_deeper
+from roll_flash.chat.model_text import MAX_DEPTH, MAX_VALUES, encodable, has_more_values, is_deeper
 from roll_flash.envs.tools.functions import ToolError
 from roll_flash.envs.tools.mcp.connections import MAX_ANSWER_BYTES, HttpConnection, ServerLostError, StdioConnection
 
@@ -115,7 +115,9 @@ def content_as_text(result: Mapping[str, Any]) -> str:
     """Return what a model sees of a result: its texts, notes in the place of other parts, or the structured content."""
     content, structured = result.get("content"), result.get("structuredContent")
     parts = content if isinstance(content, list) else []
-    if not parts and isinstance(structured, dict) and not is_deeper(structured, MAX_DEPTH):
+    if not parts and isinstance(structured, dict):
+        if has_more_values(structured, MAX_VALUES) or is_deeper(structured, MAX_DEPTH):
+            return "(structured content, too large or nested too deep to be shown)"
         return json.dumps(structured, ensure_ascii=False)
     left_out = [f"({len(parts) - MAX_PARTS} more parts are not shown)"] if len(parts) > MAX_PARTS else []
     return "\n".join([*map(_part_as_text, parts[:MAX_PARTS]), *left_out])

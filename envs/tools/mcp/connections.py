@@ -15,8 +15,10 @@ import re
 import socket
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
 
 from roll_flash.envs.tools.functions import ToolError
 from roll_flash.sandboxes import Sandbox, SandboxError
@@ -28,6 +30,7 @@ logger = logging.getLogger("roll_flash.envs")
 MAX_ANSWER_BYTES, PART_BYTES = 8 << 20, 100
 """Most that a server may send while one request waits. Each line, and each bracket that begins a list or an object of
 JSON, counts as PART_BYTES more: reading them takes the time of so many bytes of text, or longer."""
+TOO_MUCH = f"it sent more than {MAX_ANSWER_BYTES >> 20} MiB, or very many lines or brackets, for one request"
 STDERR_BYTES = 300
 CONNECT_S, CLOSE_S = 20.0, 3.0
 FAILED_STATUS = frozenset({401, 404, 408, 429, 502, 503, 504})
@@ -96,8 +99,11 @@ class HttpConnection:
             return socket.socket(family, kind, protocol)
 
         self._url = url
+        self._allowance = _Allowance()
+        connector = aiohttp.TCPConnector(socket_factory=allowed_socket)
+        connector._factory = partial(_Protocol, asyncio.get_running_loop(), self._allowance)  # type: ignore[assignment]
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(socket_factory=allowed_socket),
+            connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),  # callers have a deadline
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
@@ -114,6 +120,9 @@ class HttpConnection:
 
         Raises ToolError for a request that is refused, ServerLostError for a server that has failed.
         """
+        is_answer = self._allowance.left > 0  # to a question of the server, while our own request waits
+        if not is_answer:
+            self._allowance.left = MAX_ANSWER_BYTES
         try:
             async with self._http.post(self._url, data=message, headers=self.headers, allow_redirects=False) as answer:
                 if not 200 <= (status := answer.status) < 300:
@@ -135,7 +144,12 @@ class HttpConnection:
                 if not is_events:
                     yield b"\n".join([*data, lines.begun])
         except (aiohttp.ClientError, OSError) as error:
+            if self._allowance.left < 0:
+                raise ToolError(TOO_MUCH) from None
             raise ServerLostError(f"{type(error).__name__}: {error}") from None
+        finally:
+            if not is_answer:
+                self._allowance.left = 0
 
     async def send(self, message: bytes) -> None:
         """Send a message that has no answer."""
@@ -144,6 +158,7 @@ class HttpConnection:
 
     async def close(self) -> None:
         """End the session on the server too, if it answers in time. Never raises."""
+        self._allowance.left = MAX_ANSWER_BYTES
         try:
             if "Mcp-Session-Id" in self.headers and not self._http.closed:
                 async with asyncio.timeout(CLOSE_S), self._http.delete(self._url, headers=self.headers):
@@ -152,6 +167,28 @@ class HttpConnection:
             logger.debug("MCP server %s did not end its session: %s", self._url, error)
         finally:
             await self._http.close()
+
+
+class _Allowance:
+    """What a server may still send over all its connections, with all that HTTP puts around a message."""
+
+    left = 0
+
+
+class _Protocol(ResponseHandler):
+    """A connection that breaks off when the server sends more than it may: aiohttp reads all answers that come, also
+    provisional ones and those that nobody has asked for."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, allowance: _Allowance) -> None:
+        super().__init__(loop)
+        self._allowance = allowance
+
+    def data_received(self, data: bytes) -> None:
+        self._allowance.left -= len(data) + PART_BYTES * data.count(b"\n")
+        if self._allowance.left >= 0 or not data:
+            super().data_received(data)
+        elif self.transport is not None:
+            self.transport.abort()  # who waits for an answer is told
 
 
 class _Lines:
@@ -165,8 +202,7 @@ class _Lines:
         *ended, rest = data.split(b"\n")
         self.left -= size + PART_BYTES * (len(ended) + data.count(b"[") + data.count(b"{"))
         if self.left < 0:
-            limit = f"{MAX_ANSWER_BYTES >> 20} MiB, or very many lines or brackets"
-            raise self._error(f"it sent more than {limit}, for one request")
+            raise self._error(TOO_MUCH)
         if ended:
             ended[0] = bytes(self.begun + ended[0])
             self.begun.clear()

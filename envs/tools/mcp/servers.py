@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pydantic
 from pydantic_core import SchemaValidator, core_schema
 
-from roll_flash.chat.model_text import MAX_DEPTH, cut_middle, encodable, is_deeper
+from roll_flash.chat.model_text import MAX_DEPTH, cut_middle, encodable, has_more_values, is_deeper
 from roll_flash.chat.openai_client import api_key_from
 from roll_flash.envs.tools.calls import RESERVED_NAMES
 from roll_flash.envs.tools.functions import (
@@ -175,11 +175,13 @@ class McpServers:
 def _make_tool(label: str, server: McpServer, client: McpClient, entry: Any) -> Tool:
     """Make a tool of an entry of a server's list. Raises ToolError if it is none, or too large."""
     match entry:
+        case {"name": str(name), "inputSchema": dict(given)} if name and has_more_values(given, MAX_SCHEMA):
+            schema = ""  # longer than it may be; to write it would hold up the worker
         case {"name": str(name), "inputSchema": dict(given)} if name and not is_deeper(given, MAX_DEPTH):
             schema = encodable(json.dumps(without_titles(given), ensure_ascii=False))
         case _:
             raise ToolError("an entry in its list has no name or no inputSchema, or one that is nested too deep")
-    if len(schema) > MAX_SCHEMA:
+    if not 0 < len(schema) <= MAX_SCHEMA:
         raise ToolError(f"the schema of its tool {name:.64} has more than {MAX_SCHEMA} characters; choose with `tools`")
     parameters = {"properties": {}, "required": [], **json.loads(schema), "type": "object"}
 
