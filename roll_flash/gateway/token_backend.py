@@ -82,12 +82,16 @@ class TokenBackend:
 
     def _prompt_of(self, call: ModelCall, place: TreePosition) -> tuple[TreePosition, list[int], list[int]]:
         """Return the place, its tokens, and those of the new part. If the template leaves out what was recorded, such
-        as earlier thinking, the request is the beginning of another sample."""
+        as earlier thinking, the request is the beginning of another sample. If it cannot show that again (gpt-oss: a
+        turn that spells out a channel), the tokens stay as they were."""
         before = place.parent.token_ids() if place.parent is not None else []
         if self.thinking == "keep" or place.parent is None:
             return place, before, self._tokens_of(call, place, self.max_length - len(before))
         anew = replace(place, parent=None, given=call.messages, sent=sum(call.keys.sizes))
-        whole = self._tokens_of(call, anew, self.max_length)
+        try:
+            whole = self._tokens_of(call, anew, self.max_length)
+        except ApiError:  # perhaps it refuses what the model wrote, which must not cost the sample
+            return place, before, self._tokens_of(call, place, self.max_length - len(before))
         if whole[: len(before)] == before:
             return place, before, whole[len(before) :]
         return anew, [], whole

@@ -173,3 +173,16 @@ def test_with_both_seats_a_game_ends_after_the_turns_of_both() -> None:
     trajectory = asyncio.run(self_play(0, says_of("03", "14"), seat="both", max_turns=2))
     assert [len(sample.turns) for sample in trajectory.samples] == [2, 2]
     assert trajectory.info["roles"] == {"player_0": 0.0, "player_1": 0.0}
+
+
+@pytest.mark.parametrize("status", [400, 413])
+def test_words_that_the_gateway_does_not_take_end_a_game_in_self_play_which_is_a_sample(status: int) -> None:
+    """A seat that loses could write what no request may have, such as megabytes of blanks."""
+
+    def says(messages: list[dict[str, Any]]) -> str:
+        if any(message["role"] == "assistant" for message in messages):
+            raise web.HTTPBadRequest if status == 400 else web.HTTPRequestEntityTooLarge(1, 2)
+        return "[4]" if "You are Player 0" in messages[0]["content"] else "[5]"
+
+    trajectory = asyncio.run(self_play(0, says))
+    assert (trajectory.reward, trajectory.info["reason"], len(trajectory.turns)) == (0.0, "not over", 1)

@@ -6,11 +6,13 @@ The templates are of three families that rewrite history. Two tokens of the tiny
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from roll_flash.chat.tokenizer import load_tokenizer
 from roll_flash.config.tree import load_config
 from roll_flash.engines.inference import Generation
 from roll_flash.errors import ConfigError, ModelError
+from roll_flash.gateway.apis.api_error import ApiError
 from roll_flash.gateway.model_call import ModelCall
 from roll_flash.gateway.sessions.session import Session, SessionSettings
 from roll_flash.gateway.token_backend import TokenBackend
@@ -262,6 +265,36 @@ def test_an_agents_conversation_is_stripped_too(served: Served, tmp_path: Path) 
     thought = session.history.records[0].answer.thinking
     assert thought
     assert thought not in tokenizer.decode(recorded.calls[2][0])
+
+
+def test_with_strip_an_agents_turn_that_cannot_be_shown_again_stays_as_it_was(tmp_path: Path) -> None:
+    """Else the gateway refuses the next request, and a game for two in which a seat loses would be no sample."""
+    tokenizer = thinking_tokenizer(tmp_path, "qwen3")
+    refusal = (
+        "{% for m in messages %}{% if 'channel' in m['content'] %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    )
+    tokenizer.chat_template = refusal + QWEN3
+    written = np.array(tokenizer.encode("<think>a</think>channel<|im_end|>", add_special_tokens=False), np.int32)
+    numbers = np.zeros(len(written), np.float32)
+
+    async def ask() -> Session:
+        client = Mock()
+        client.generate = AsyncMock(
+            return_value=Generation(written, numbers, numbers.astype(np.int32), "stop", "server", 0.0)
+        )
+        backend = TokenBackend(client, tokenizer, model="m", max_length=MAX_MODEL_LEN, thinking="strip")
+        session = Session("s", SessionSettings(SamplingParams(max_new_tokens=40, seed=1), 8), 60.0)
+        messages: list[Message] = [{"role": "user", "content": "2+2?"}]
+        for turn in range(2):
+            reply, _ = await backend.complete(ModelCall(tuple(messages)), session, turn)
+            messages += [reply.answers[0].message, {"role": "user", "content": "and?"}]
+        with pytest.raises(ApiError, match="refuses the roles"):
+            await backend.complete(ModelCall((*messages[:-1], {"role": "user", "content": "channel"})), session, 2)
+        return session
+
+    (sample,) = asyncio.run(ask()).history.samples()
+    assert len(sample.turns) == 2
+    assert tokenizer.decode(sample.token_ids).count("<think>a</think>channel<|im_end|>") == 2
 
 
 def test_arguments_of_the_chat_template_reach_every_prompt(tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ MAX_OPPONENT_TURNS = 200
 """Maximum consecutive turns of the opponent; a game with more has hung."""
 TURNS_USED_UP = 403
 """HTTP status of the gateway at the turn limit: the game is then scored in its current state."""
+NOT_TAKEN = (400, 413)
+"""HTTP statuses of the gateway for a conversation that it does not take. What the players wrote decides that, so the
+game ends as if the context were full: a seat that loses could cause it, and there would be no sample."""
 CALL_TIMEOUT_S = 600.0
 """Timeout in seconds of one model call in self-play; the gateway's own deadline is shorter."""
 
@@ -128,7 +131,9 @@ class TextArenaDuel(Env):
                 if not self.roles:
                     await self._await_turn(ask)
         except EndpointRefusedError as error:
-            if error.status != TURNS_USED_UP and "context_length" not in error.said:
+            has_begun = self._turns > 0
+            is_limit = error.status == TURNS_USED_UP or "context_length" in error.said
+            if not is_limit and not (has_begun and error.status in NOT_TAKEN):
                 raise EnvError(f"TextArenaDuel-v0: {error}") from None
         except (InferenceError, TimeoutError) as error:
             raise EnvError(f"TextArenaDuel-v0: {error or 'no answer of the model in time'}") from None

@@ -15,8 +15,9 @@ from verifiers.v1.runtimes import ProgramResult
 
 __all__ = ["ChatHarness"]
 
-LIMITS = ("max_turns_reached", "context_length")
-"""Errors of the gateway at which the episode ends and is scored: the model has used up its turns or its context."""
+LIMITS = ("max_turns_reached", "context_length", "request_too_large")
+"""Errors of the gateway at which the episode ends and is scored: the model has used up its turns or its context, or has
+written more characters than a request may have."""
 
 
 class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
