@@ -6,6 +6,7 @@ The game here reads numbers as those of textarena do; the package itself is play
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from roll_flash.errors import EnvError
 
 UNKNOWN = "[seven]"
 WRONG = "[wrong]"
+ENDLESS = "[for ever]"
 
 
 class Guess:
@@ -41,6 +43,9 @@ class Guess:
         found = re.search(r"\[(\d+)\]", text)
         if text == UNKNOWN:
             raise KeyError(text)
+        while text == ENDLESS:
+            with contextlib.suppress(Exception):
+                time.sleep(0)
         player = self.state.current_player_id
         if text == WRONG:
             self.rewards = {player: "Bad action format."}  # type: ignore[dict-item]
@@ -81,6 +86,26 @@ def test_a_long_move_holds_up_no_worker(long: str) -> None:
     env.step(long)
     assert time.process_time() - began < 1
     assert env.step(f"{long} so: [3]")[1] == 1.0
+
+
+def test_a_move_that_a_game_never_comes_to_an_end_with_is_lost_and_no_other_game_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As those of textarena when the last player has been eliminated. All games of a process share a lock."""
+    monkeypatch.setattr(textarena_game, "MOVE_S", 0.2)
+    monkeypatch.setattr(textarena_game, "LOOK_S", 0.05)
+
+    async def play() -> tuple[float, dict[str, Any]]:
+        env = TextArenaDuel(opponent=lambda messages: "[1]", seat=0)
+        await env.reset(seed=2)
+        _, reward, _, _, info = await env.step(ENDLESS)
+        return reward, info
+
+    reward, info = asyncio.run(play())
+    assert (reward, info["success"], "it took more than 0.2 s" in info["reason"]) == (-1.0, False, True)
+    other = TextArena()
+    other.reset(seed=1)
+    assert other.step("[3]")[1] == 1.0
 
 
 def test_a_wrong_move_whose_reason_a_game_gives_as_the_reward_earns_nothing_and_is_a_sample() -> None:

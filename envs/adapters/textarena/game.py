@@ -6,10 +6,12 @@ generator, so that the same seed and moves give the same game. Its methods block
 
 from __future__ import annotations
 
+import ctypes
 import math
 import random
 import re
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
@@ -23,6 +25,11 @@ _shared_random = threading.Lock()
 MAX_SHOWN_CHARACTERS = 200
 MAX_CHARACTERS = 2000
 """Maximum characters of a move, from its end: the games' regular expressions take quadratic time."""
+MOVE_S = 5.0
+"""Maximum processor time of a move in seconds. In games where players are eliminated, textarena 0.7.4 looks for the
+next player for ever once nobody is left; all other games of the process would wait for it."""
+LOOK_S = 0.5
+"""Seconds between two looks at that time."""
 _MANY_BLANKS = re.compile(r"\s{9,}+")
 """Runs of blanks take cubic time, during which no other thread of the worker runs."""
 
@@ -91,10 +98,40 @@ class Game:
             others = random.getstate()
             random.setstate(self._random_state)
             try:
-                yield
+                with _limited():
+                    yield
             finally:
                 self._random_state = random.getstate()
                 random.setstate(others)
+
+
+class _Endless(BaseException):
+    """Raised in the thread of a game that does not end; no Exception, which games catch."""
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Raise RuntimeError in the block when it has taken more than MOVE_S of its thread's processor time."""
+    thread, done, deciding = threading.get_ident(), threading.Event(), threading.Lock()
+    clock = time.pthread_getcpuclockid(thread)
+    ends_at = time.clock_gettime(clock) + MOVE_S
+
+    def watch() -> None:
+        while not done.wait(LOOK_S):
+            with deciding:
+                if not done.is_set() and time.clock_gettime(clock) > ends_at:
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Endless))
+
+    threading.Thread(target=watch, name="textarena", daemon=True).start()
+    try:
+        try:
+            yield
+        finally:
+            with deciding:
+                done.set()
+    except _Endless:
+        done.set()
+        raise RuntimeError(f"it took more than {MOVE_S:g} s") from None
 
 
 def _number(reward: Any) -> float:
