@@ -186,3 +186,12 @@ def test_words_that_the_gateway_does_not_take_end_a_game_in_self_play_which_is_a
 
     trajectory = asyncio.run(self_play(0, says))
     assert (trajectory.reward, trajectory.info["reason"], len(trajectory.turns)) == (0.0, "not over", 1)
+
+
+@pytest.mark.parametrize("wrong", [4, 30])
+def test_a_player_who_is_eliminated_again_and_again_has_lost_once(wrong: int) -> None:
+    """Thirty wrong moves in Poker earned 27, and were a success."""
+    env = make_env("TextArenaDuel-v0", game="Poker-v0", opponent=lambda messages: "[Call]", seat=0, max_turns=60)
+    _, earned, info = play(env, *["x"] * wrong, "[Fold]", seed=4)
+    assert (earned, info["success"]) == (-1.0, False)
+    assert "Winner: Player 1" in info["reason"]

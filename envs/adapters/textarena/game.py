@@ -55,6 +55,8 @@ class Game:
     def reset(self, seed: int) -> None:
         with self._own_random():
             self._game.reset(num_players=self._players, seed=seed)
+        if hasattr(self._game.state, "elimination_order"):
+            self._game.state.elimination_order = _Once(self._game.state.elimination_order)
 
     @property
     def player(self) -> int:
@@ -103,6 +105,15 @@ class Game:
             finally:
                 self._random_state = random.getstate()
                 random.setstate(others)
+
+
+class _Once(list[int]):
+    """Players in the order in which they were eliminated. textarena 0.7.4 adds one again for each further wrong move,
+    and Poker and LiarsDice pay by the place of the last entry: the loser who made most of them earned most."""
+
+    def append(self, player: int) -> None:
+        if player not in self:
+            super().append(player)
 
 
 class _Endless(BaseException):
