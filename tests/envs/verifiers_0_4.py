@@ -168,6 +168,18 @@ def test_an_environment_of_theirs_continues_the_conversation_and_the_limit_of_tu
     assert (len(trajectory.turns), trajectory.end, trajectory.reward) == (2, "max_turns", 0.2)
 
 
+def test_an_answer_that_an_environment_of_theirs_cannot_read_is_worth_nothing_and_a_sample(tmp_path: Path) -> None:
+    """The package has no text for an empty answer."""
+    (tmp_path / "insist.py").write_text(SUMS + INSIST)
+    trajectory = play(str(tmp_path / "insist.py"), lambda messages: "")
+    assert (trajectory.reward, trajectory.success, len(trajectory.turns)) == (0.0, False, 1)
+    assert "run raised AttributeError" in trajectory.info["score_error"]
+    failing = INSIST.replace("await talk.turn()", 'await talk.turn()\n            raise ConnectionError("it is down")')
+    (tmp_path / "down.py").write_text(SUMS + failing)
+    with pytest.raises(EpisodeFailed, match="it is down"):
+        play(str(tmp_path / "down.py"), lambda messages: "")
+
+
 def test_the_taskset_of_the_page_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (
         (Path(__file__).parents[2] / "docs" / "adapters.md").read_text().partition("### Tasksets of verifiers 0.4")[2]

@@ -1,7 +1,8 @@
 """Verifiers-v0 with verifiers 0.4 or newer: the tasks of a `Taskset`, played and scored by the package's own `Env`.
 
 The package plays the episode as it does in its own evaluations; only its harness is ours (`chat_harness.py`), and its
-model is the gateway. An error that it notes in a trace fails the episode; there is no sample.
+model is the gateway. An error that it notes in a trace fails the episode; there is no sample, unless the model's text
+caused it.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class Tasksets(Env):
         self._config, _ = load(env, self._args)
         self._task: Any = None
         self._faults: list[str] = []
+        self._broken = ""
+        """How the model's text made the code of the environment raise, if it did."""
         self._episode: Any = None
 
     async def reset(
@@ -65,7 +68,7 @@ class Tasksets(Env):
         seed = seed or 0
         args = self._held_out_args if seed >= HELD_OUT_SEEDS else self._args
         self._config, tasks = await call_in_thread(lambda: load(self._name, args))
-        task, self._episode, self._faults = copy.copy(tasks[seed % len(tasks)]), None, []
+        task, self._episode, self._faults, self._broken = copy.copy(tasks[seed % len(tasks)]), None, [], ""
         hooks = task.hooks
         task.hooks = lambda kind: [self._kept(each, is_number=kind != "stop") for each in hooks(kind)]
         self._task = task
@@ -79,12 +82,15 @@ class Tasksets(Env):
         try:
             client = package.EvalClientConfig(base_url=gateway.base_url, api_key_var=variable)
             env = loaders.load_environment(self._config)
+            env.run = self._watched(env.run)
             async with env.serving():
                 self._episode = await env.run_episode(self._task, package.ModelContext(gateway.model, client))
         finally:
             del os.environ[variable]
 
     async def score(self) -> tuple[float, dict[str, Any]]:
+        if self._broken and any(trace.num_turns for trace in self._episode.traces):
+            return 0.0, {"success": False, "score_error": self._broken[:MAX_ERROR_CHARACTERS]}
         errors = [*self._episode.errors, *(error for trace in self._episode.traces for error in trace.errors)]
         if errors or not self._episode.ok:
             said = "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode is not complete"
@@ -98,6 +104,20 @@ class Tasksets(Env):
             "stop_condition": trace.stop_condition,
             **({"score_error": "; ".join(self._faults)[:MAX_ERROR_CHARACTERS]} if self._faults else {}),
         }
+
+    def _watched(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the code that asks the model: what it cannot read, such as an empty answer, is worth nothing."""
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return await run(*args, **kwargs)
+            except Exception as error:
+                if is_caused_by_text(error):
+                    self._broken = f"run raised {type(error).__name__}: {error}"
+                    warn_once(self._broken)
+                raise
+
+        return call
 
     def _kept(self, function: Callable[..., Any], *, is_number: bool) -> Callable[..., Any]:
         """Wrap a reward, metric or stop condition: it gives 0 if the model's text makes it raise or return numbers that
