@@ -65,21 +65,24 @@ done < /proc/mounts)
 set -f
 IFS="
 "
-find . /tmp /dev/shm $places -xdev -type l -exec sh -c '
+find "$PWD" /tmp /dev/shm $places -xdev -type l -exec sh -c '
     set -f
     IFS="
 "
+    cd -P /proc/self/task && exec <&2 || exit 1
     for l; do
         bad=
-        case $(readlink -f -- "$l") in ""|/proc|/proc/*|/sys|/sys/*) bad=1;; esac
+        case $(readlink -f -- "$l") in ""|/|/dev|/proc|/proc/*|/sys|/sys/*) bad=1;; esac
         [ -e "$l" ] || bad=1
         for p in $held; do [ "$l" -ef "$p" ] && bad=1 && break; done
         [ -z "$bad" ] || rm -f -- "$l" || echo failed
     done' sh {} +
 """
-"""Shell code that removes links to the files in `$@`, to folders that hold them, to nothing, and into /proc. Through
-such a link a check would read what it compares with, or its own environment. All that an agent may write to is
-searched: working directory, `/tmp`, `/dev/shm`, the image's volumes."""
+"""Shell code that removes links to the files in `$@`, to folders that hold them, to nothing, and into /proc or to
+folders that lead there (`/dev/stdin`). Through such a link a check would read what it compares with, or its own
+environment. All that an agent may write to is searched: working directory, `/tmp`, `/dev/shm`, the image's volumes.
+`/proc/self` is another folder for each program, which leads to the program's input and working directory. So links are
+resolved by a program whose own lie in /proc: its input is the pipe of its errors."""
 _NOT_FINITE = re.compile(r"[+-]?(?:nan|inf|infinity)", re.IGNORECASE)
 WRITABLE = ("/sandbox/", "/tmp/", "/dev/shm/")
 

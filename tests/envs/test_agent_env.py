@@ -384,6 +384,13 @@ LINKS = {
     "a folder": ("cmp -s out/result wanted/result", {"wanted/result": "secret"}, "mkdir wanted; ln -s wanted out"),
     "the folder above": ("cmp -s out/result result", {"result": "secret"}, "ln -s . out"),
     "a name with blanks": ("cmp -s 'a b' 'c d'", {"c d": "secret"}, "ln -s 'c d' 'a b'"),
+    "the check's input": ("printf secret | cmp -s - answer.txt", {}, "ln -s /dev/stdin answer.txt"),
+    "a folder with its input": ("printf secret | cmp -s - out/stdin", {}, "ln -s /dev out"),
+    "the check's folder": (
+        "cd t && cmp -s wanted ../answer.txt",
+        {"t/wanted": "secret"},
+        "touch wanted; ln -s /proc/self/cwd/wanted answer.txt",
+    ),
     "a file that was there": ("cmp -s answer.txt e", {"e": "secret"}, "touch e; ln -s e answer.txt"),
 }
 
