@@ -267,6 +267,32 @@ def test_with_artifacts_nothing_but_the_work_itself_is_judged(tmp_path: Path) ->
     assert play(task, "<sh>mkdir work; echo right >work/out</sh>", "<answer>done</answer>", **given)[1] == 1.0
 
 
+@pytest.mark.docker
+@pytest.mark.parametrize(
+    ("work", "wanted"),
+    [
+        ("true", "abs bad file link sub"),
+        ("rm bad link; echo right >out", "abs file out sub"),
+        ("ln -sf sub link; rm abs; ln -s /tests/wanted abs; ln -s /tests/wanted more", "abs bad file link sub"),
+        ("rm -r *; mkdir abs file; echo >sub", "abs file sub"),
+        ("cd /; rm -r app", ""),
+        ("cd /; rm -r app; echo >app", "app"),
+    ],
+    ids=["nothing", "removed", "links", "other kinds", "all", "a file"],
+)
+def test_an_artifact_takes_the_place_of_what_the_image_has_there(work: str, wanted: str, tmp_path: Path) -> None:
+    image = f"{ON_OUR_IMAGE}RUN mkdir sub && touch bad file && ln -s file link && ln -s /etc/hostname abs\n"
+    tests = (
+        "#!/bin/sh\ncmp -s app/abs /tests/wanted && exit 1\n"
+        'if [ "$(ls app | tr "\\n" " ")" = "$(cat /tests/wanted)" ]; then R=1; else R=0; fi\n'
+        "echo $R >/logs/verifier/reward.txt\n"
+    )
+    task = harbor_task(tmp_path / "task", tests=tests, dockerfile=image, toml='[environment]\nworkdir = "/"\n')
+    write(task, {"tests/wanted": f"{wanted} " if wanted else ""})
+    _, earned, info = play(task, f"<sh>cd /app; {work}</sh>", "<answer>done</answer>", artifacts=["/app"])
+    assert earned == 1.0, info
+
+
 @pytest.mark.parametrize("written", ["1_0", "inf", "nan", "", "0x1", "١", "1 1", "1e9999", "9" * 5000])
 def test_a_reward_that_is_no_plain_number_is_none(written: str) -> None:
     assert (reward_of_text(" .5\n"), reward_of_text("-1e-2")) == (0.5, -0.01)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import re
 import shlex
+import stat
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +68,7 @@ async def put_files(sandbox: Sandbox, places: Mapping[Path, str]) -> None:
 
 
 async def copy_out(sandbox: Sandbox, paths: Sequence[str], target: Sandbox) -> None:
-    """Copy files and folders from one sandbox into another; missing ones are skipped. Raises NoVerdictError."""
+    """Replace files and folders of one sandbox by those of another, or by nothing. Raises NoVerdictError."""
     try:
         await sandbox.kill_all()
         for path in paths:
@@ -77,17 +79,55 @@ async def copy_out(sandbox: Sandbox, paths: Sequence[str], target: Sandbox) -> N
 
 async def _copy(sandbox: Sandbox, path: str, target: Sandbox) -> None:
     with scratch_folder("artifacts") as scratch:
-        folder = scratch / "found"
+        work, image = scratch / "work", scratch / "image"
         try:
-            await sandbox.get_tree(path, folder)
+            left_out = (await sandbox.get_tree(path, work)).left_out
         except SandboxFileError as error:
-            if error.errno == errno.ENOENT:
-                return
-            if error.errno != errno.ENOTDIR:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
                 raise
-            await target.write(path, await sandbox.read(path), mode=0o755)
+            content = await sandbox.read(path) if error.errno == errno.ENOTDIR else None
+            await target.remove(path)
+            if content is not None:
+                await target.write(path, content, mode=0o755)
+            return
+        try:
+            of_image = (await target.get_tree(path, image)).left_out
+        except SandboxFileError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                raise
+            gone = [""]
         else:
-            await target.put_tree(folder, path)
+            gone = await call_in_thread(lambda: _gone(image, of_image, work, set(left_out)))
+        for name in gone:
+            await target.remove(f"{path.rstrip('/')}/{name}".rstrip("/"))
+        await target.put_tree(work, path)
+
+
+def _gone(image: Path, of_image: Sequence[str], work: Path, left_out: Set[str]) -> list[str]:
+    """Return the members of an image's folder that are to be removed before a model's is written over it: all but
+    folders and files that are folders and files there too.
+
+    `of_image`, `left_out`: members of both that were not copied, such as links out of the folder. Those of the model's
+    folder stay as the image has them: through such a link the tests would read their own files.
+    """
+
+    def is_kept(name: str) -> bool:
+        kind = _kind(image / name)
+        return name in left_out or (kind in (stat.S_IFDIR, stat.S_IFREG) and kind == _kind(work / name))
+
+    gone = [name for name in of_image if not is_kept(name)]
+    for folder, folders, files in os.walk(image):
+        names = {member: str((Path(folder) / member).relative_to(image)) for member in (*folders, *files)}
+        gone += [name for name in names.values() if not is_kept(name)]
+        folders[:] = [member for member in folders if is_kept(names[member])]
+    return gone
+
+
+def _kind(path: Path) -> int | None:
+    try:
+        return stat.S_IFMT(path.lstat().st_mode)
+    except OSError:
+        return None
 
 
 async def run_tests(sandbox: Sandbox, task: FolderTask, reward_key: str) -> Verdict:
