@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import posixpath
 import stat
 import tarfile
 from errno import EFBIG, EINVAL
@@ -31,7 +32,7 @@ async def capture(connection: AgentConnection, spec: SandboxSpec) -> bytes:
     """Return a tar archive of the working directory and /tmp. Raises SandboxFileError if it is too large."""
     found: list[tuple[str, Entry, bytes]] = []
     total, left = 0, MAX_SNAPSHOT_BYTES
-    for folder in (spec.workdir, SHARED_FOLDER):
+    for folder in _places(spec):
         known, folders = set[bytes](), {b""}
         for entry in await files.list_tree(connection, folder, MAX_ENTRIES):
             # A name that is removed and made again while its folder is read is listed twice.
@@ -52,6 +53,12 @@ async def capture(connection: AgentConnection, spec: SandboxSpec) -> bytes:
             left -= len(content)
             found.append((path, entry, content))
     return await asyncio.to_thread(_packed, found)
+
+
+def _places(spec: SandboxSpec) -> tuple[str, ...]:
+    """Return the folders of a snapshot. A working directory in /tmp is in the listing of /tmp."""
+    workdir = posixpath.normpath(spec.workdir)
+    return (SHARED_FOLDER,) if f"{workdir}/".startswith(f"{SHARED_FOLDER}/") else (workdir, SHARED_FOLDER)
 
 
 def _packed(found: list[tuple[str, Entry, bytes]]) -> bytes:

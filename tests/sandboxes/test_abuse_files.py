@@ -383,6 +383,19 @@ def test_a_name_that_is_listed_twice_is_taken_once(provider: str, monkeypatch: p
     assert within(provider, look, within(provider, take)) == b".:\nfolder\nfolder2\n\nfolder:\nfile\nlink\n1\n"
 
 
+@pytest.mark.parametrize("workdir", ["/tmp", "/tmp/", "/tmp/work"])
+def test_a_working_directory_in_tmp_is_taken_once(provider: str, workdir: str) -> None:
+    async def take(sandbox: Sandbox) -> SandboxSpec:
+        await sandbox.exec("mkdir d; echo 1 > d/a; ln -s d/a link; ln -s d /tmp/other")
+        return await sandbox.snapshot()
+
+    async def look(sandbox: Sandbox) -> bytes:
+        return (await sandbox.exec("cat link; readlink /tmp/other")).stdout
+
+    fork = within(provider, take, SandboxSpec(workdir=workdir))
+    assert within(provider, look, fork) == b"1\nd\n"
+
+
 def test_names_count_for_a_snapshot(provider: str) -> None:
     """It is kept in memory for as long as specs of it are."""
 
