@@ -187,6 +187,9 @@ def _read_zip(packed: bytes, tree: _Unpacked, budget: Budget, max_entries: int) 
     try:
         with zipfile.ZipFile(file) as archive:
             file.max_members = None
+            # A stream that unpacks to nothing takes time; members that share one would take it again and again.
+            if sum(member.compress_size for member in archive.infolist()) > len(packed):
+                raise ArchiveError("its members overlap")
             for member in archive.infolist():
                 _add_zipped(tree, archive, member, budget)
     except _ZIP_ERRORS as error:
