@@ -65,7 +65,7 @@ done < /proc/mounts)
 set -f
 IFS="
 "
-find "$PWD" /tmp /dev/shm $places -xdev -type l -exec sh -c '
+find "$PWD/." /tmp /dev/shm $places -xdev -type l -exec sh -c '
     set -f
     IFS="
 "
