@@ -19,7 +19,6 @@
 #include <sys/stat.h>
 #include <sys/statfs.h>
 #include <sys/syscall.h>
-#include <sys/sysmacros.h>
 #include <sys/wait.h>
 #include <sys/xattr.h>
 #include <unistd.h>
@@ -209,10 +208,11 @@ static void keep_entry(int from, int to, const char *name, int depth) {
     struct stat status, there;
     char opaque = 0;
     if (fstatat(from, name, &status, AT_SYMLINK_NOFOLLOW) < 0) return;
-    bool is_removal = S_ISCHR(status.st_mode) && status.st_rdev == makedev(0, 0);
+    /* All else is the overlay's mark of a removal, or what no snapshot has: it also hides what the image has there. */
+    bool is_kept = S_ISREG(status.st_mode) || S_ISLNK(status.st_mode) || S_ISDIR(status.st_mode);
     errno = EDQUOT;
-    must(is_removal || entries-- > 0, name);
-    if (is_removal) remove_entry(to, name, 0);
+    must(!is_kept || entries-- > 0, name);
+    if (!is_kept) remove_entry(to, name, 0);
     else if (S_ISREG(status.st_mode)) keep_file(from, to, name, &status);
     else if (S_ISLNK(status.st_mode)) keep_link(from, to, name, &status);
     if (!S_ISDIR(status.st_mode)) return;

@@ -251,10 +251,11 @@ def test_a_fork_of_a_writable_root_has_what_was_changed_and_lacks_what_was_remov
         truncate -s 1000000 sparse && rm -r /etc/apt && rm /etc/debian_version
         rm -r /usr/share/bash-completion /etc/init.d 2> /dev/null; mkdir /etc/init.d && echo new > /etc/init.d/only
         mv /etc/issue /etc/issue.moved && echo more >> /etc/issue.net && mkfifo pipe
+        rm /etc/host.conf && mkfifo /etc/host.conf
     """
     look = """
         cd /root && cat link && stat -c '%a %u %s' a/b/file sparse && ls -d /etc/apt /etc/debian_version /etc/issue
-        ls /etc/init.d; tail -n 1 /etc/issue.net; ls /etc/issue.moved
+        ls /etc/init.d; tail -n 1 /etc/issue.net; ls /etc/issue.moved; test -f /etc/host.conf && echo a file
     """
     spec = SandboxSpec(writable_root=True, user="0:0")
 
