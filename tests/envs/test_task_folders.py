@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 
 from roll_flash.envs.adapters.task_folders.env import MARGIN_S, TaskFolder
 from roll_flash.envs.adapters.task_folders.format import find_tasks, load_task
-from roll_flash.envs.adapters.task_folders.tests import reward_of_json, reward_of_text
+from roll_flash.envs.adapters.task_folders.tests import copy_out, reward_of_json, reward_of_text
 from roll_flash.envs.check.checks import check_environment
 from roll_flash.envs.hosting.sandbox_lease import LazySandbox
 from roll_flash.errors import ConfigError, EnvError
@@ -291,6 +293,28 @@ def test_an_artifact_takes_the_place_of_what_the_image_has_there(work: str, want
     write(task, {"tests/wanted": f"{wanted} " if wanted else ""})
     _, earned, info = play(task, f"<sh>cd /app; {work}</sh>", "<answer>done</answer>", artifacts=["/app"])
     assert earned == 1.0, info
+
+
+def test_no_other_episode_waits_while_the_copy_of_an_artifact_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20,000 folders held up the event loop of a worker for a second of processor time."""
+    remove, threads = shutil.rmtree, set[bool]()
+
+    def noted(*args: Any, **kwargs: Any) -> None:
+        threads.add(threading.current_thread() is threading.main_thread())
+        remove(*args, **kwargs)
+
+    async def copy() -> bytes:
+        spec = SandboxSpec(files=(("w/a", b"1"),))
+        async with (
+            open_sandbox(spec, provider="local") as sandbox,
+            open_sandbox(SandboxSpec(), provider="local") as target,
+        ):
+            monkeypatch.setattr(shutil, "rmtree", noted)
+            await copy_out(sandbox, ["/sandbox/w"], target)
+            return await target.read("w/a")
+
+    assert asyncio.run(copy()) == b"1"
+    assert threads == {False}
 
 
 @pytest.mark.parametrize("written", ["1_0", "inf", "nan", "", "0x1", "١", "1 1", "1e9999", "9" * 5000])

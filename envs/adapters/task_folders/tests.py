@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import stat
 import sys
 from collections.abc import Mapping, Sequence, Set
@@ -21,7 +22,7 @@ from roll_flash.errors import EnvError
 from roll_flash.processes.background import call_in_thread
 from roll_flash.sandboxes import Sandbox
 from roll_flash.sandboxes.errors import SandboxFileError
-from roll_flash.sandboxes.scratch import scratch_folder
+from roll_flash.sandboxes.scratch import make_scratch_folder
 
 VERIFIER_LOGS = "/logs/verifier"
 REWARD_TEXT, REWARD_JSON = f"{VERIFIER_LOGS}/reward.txt", f"{VERIFIER_LOGS}/reward.json"
@@ -78,29 +79,35 @@ async def copy_out(sandbox: Sandbox, paths: Sequence[str], target: Sandbox) -> N
 
 
 async def _copy(sandbox: Sandbox, path: str, target: Sandbox) -> None:
-    with scratch_folder("artifacts") as scratch:
-        work, image = scratch / "work", scratch / "image"
-        try:
-            left_out = (await sandbox.get_tree(path, work)).left_out
-        except SandboxFileError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-                raise
-            content = await sandbox.read(path) if error.errno == errno.ENOTDIR else None
-            await target.remove(path)
-            if content is not None:
-                await target.write(path, content, mode=0o755)
-            return
-        try:
-            of_image = (await target.get_tree(path, image)).left_out
-        except SandboxFileError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-                raise
-            gone = [""]
-        else:
-            gone = await call_in_thread(lambda: _gone(image, of_image, work, set(left_out)))
-        for name in gone:
-            await target.remove(f"{path.rstrip('/')}/{name}".rstrip("/"))
-        await target.put_tree(work, path)
+    scratch = make_scratch_folder("artifacts")
+    try:
+        await _copy_through(scratch / "work", scratch / "image", sandbox, path, target)
+    finally:  # in a thread: 20,000 folders take a second
+        await call_in_thread(lambda: shutil.rmtree(scratch, ignore_errors=True))
+
+
+async def _copy_through(work: Path, image: Path, sandbox: Sandbox, path: str, target: Sandbox) -> None:
+    try:
+        left_out = (await sandbox.get_tree(path, work)).left_out
+    except SandboxFileError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        content = await sandbox.read(path) if error.errno == errno.ENOTDIR else None
+        await target.remove(path)
+        if content is not None:
+            await target.write(path, content, mode=0o755)
+        return
+    try:
+        of_image = (await target.get_tree(path, image)).left_out
+    except SandboxFileError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        gone = [""]
+    else:
+        gone = await call_in_thread(lambda: _gone(image, of_image, work, set(left_out)))
+    for name in gone:
+        await target.remove(f"{path.rstrip('/')}/{name}".rstrip("/"))
+    await target.put_tree(work, path)
 
 
 def _gone(image: Path, of_image: Sequence[str], work: Path, left_out: Set[str]) -> list[str]:
