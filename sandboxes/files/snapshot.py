@@ -33,15 +33,7 @@ async def capture(connection: AgentConnection, spec: SandboxSpec) -> bytes:
     found: list[tuple[str, Entry, bytes]] = []
     total, left = 0, MAX_SNAPSHOT_BYTES
     for folder in _places(spec):
-        known, folders = set[bytes](), {b""}
-        for entry in await files.list_tree(connection, folder, MAX_ENTRIES):
-            # A name that is removed and made again while its folder is read is listed twice.
-            is_plain = is_safe_name(entry.path) and entry.path.rpartition(b"/")[0] in folders
-            if not is_plain or entry.path in known:
-                continue
-            known.add(entry.path)
-            if stat.S_ISDIR(entry.mode):
-                folders.add(entry.path)
+        for entry in await asyncio.to_thread(_plain, await files.list_tree(connection, folder, MAX_ENTRIES)):
             is_file = stat.S_ISREG(entry.mode)
             total += BLOCK + len(entry.path) + len(entry.target) + (entry.size if is_file else 0)
             if total > MAX_SNAPSHOT_BYTES:
@@ -53,6 +45,21 @@ async def capture(connection: AgentConnection, spec: SandboxSpec) -> bytes:
             left -= len(content)
             found.append((path, entry, content))
     return await asyncio.to_thread(_packed, found)
+
+
+def _plain(entries: list[Entry]) -> list[Entry]:
+    """Return the entries with plain names in plain folders. Runs in a thread: deep names take half a second.
+
+    A name that is removed and made again while its folder is read is listed twice; it is returned once.
+    """
+    known, folders = dict[bytes, Entry](), {b""}
+    for entry in entries:
+        if entry.path in known or entry.path.rpartition(b"/")[0] not in folders or not is_safe_name(entry.path):
+            continue
+        known[entry.path] = entry
+        if stat.S_ISDIR(entry.mode):
+            folders.add(entry.path)
+    return list(known.values())
 
 
 def _places(spec: SandboxSpec) -> tuple[str, ...]:
