@@ -130,6 +130,14 @@ void files_pump(void) {
 }
 
 static int make_parents(char *path) {
+    struct stat status;
+    char *last = strrchr(path, '/');
+    if (last && last != path) { /* usually the folder is there: 200 calls for a deep one would each walk down to it */
+        *last = 0;
+        bool is_there = stat(path, &status) == 0;
+        *last = '/';
+        if (is_there) return 0;
+    }
     for (char *at = strchr(path + 1, '/'); at; at = strchr(at + 1, '/')) {
         *at = 0;
         int failed = mkdir(path, 0755);

@@ -94,7 +94,7 @@ async def restore(connection: AgentConnection, tree: bytes) -> None:
         raise SandboxFileError(f"sandbox {connection.name}: its snapshot cannot be read: {error}", EINVAL) from None
     for member, _ in members:
         if member.kind == "folder":
-            await files.make_directory(connection, f"/{member.name}", member.mode | 0o700)
+            await files.make_directory(connection, f"/{member.name.rstrip('/')}", member.mode | 0o700)
         elif member.kind == "link":
             await files.make_symlink(connection, member.target, f"/{member.name}")
     to_write = ((member, content) for member, content in members if member.kind not in ("folder", "link"))

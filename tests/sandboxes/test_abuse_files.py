@@ -364,6 +364,32 @@ def test_whatever_a_snapshot_takes_can_be_put_back(provider: str) -> None:
     assert within(provider, count, within(provider, take, spec)) == b"4001\n"
 
 
+DEEP = """
+import os
+for _ in range(198):
+    os.mkdir("d")
+    os.chdir("d")
+for number in range(4000):
+    os.mkdir(str(number))
+"""
+
+
+@pytest.mark.docker
+def test_deep_names_of_a_snapshot_are_put_back_in_time(docker: str) -> None:
+    """40,000 of them took two minutes, so that no fork of such a snapshot started."""
+
+    async def take(sandbox: Sandbox) -> SandboxSpec:
+        assert (await sandbox.exec(["python3", "-c", DEEP])).ok
+        return await sandbox.snapshot()
+
+    async def used(sandbox: Sandbox) -> float:
+        return (await sandbox.stats()).cpu_s or 0.0
+
+    assert (
+        0.0 < within(docker, used, within(docker, take)) < 2.0
+    )  # else 6
+
+
 def test_a_name_that_is_listed_twice_is_taken_once(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one is that a program removes and makes again while its folder is read: no fork of such a snapshot started."""
     listed = snapshot.files.list_tree
