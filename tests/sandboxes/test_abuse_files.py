@@ -385,9 +385,7 @@ def test_deep_names_of_a_snapshot_are_put_back_in_time(docker: str) -> None:
     async def used(sandbox: Sandbox) -> float:
         return (await sandbox.stats()).cpu_s or 0.0
 
-    assert (
-        0.0 < within(docker, used, within(docker, take)) < 2.0
-    )  # else 6
+    assert 0.0 < within(docker, used, within(docker, take)) < 2.0  # else 6
 
 
 def test_a_name_that_is_listed_twice_is_taken_once(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
