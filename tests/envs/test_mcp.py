@@ -609,8 +609,14 @@ async def flooded(
         (b"", b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"),
         (b"HTTP/1.1 103 Early\r\n\r\n", b"HTTP/1.1 103 Early\r\n\r\n"),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"x" * 64),
+        (b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: ", b"x" * 64),
+        (
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n%b"
+            % (b'data: {"id":9,"method":"ping"}\n\n' * 2000),
+            b"x" * 64,
+        ),
     ],
-    ids=["answers that nobody asked for", "provisional answers", "an extension of a chunk"],
+    ids=["answers that nobody asked for", "provisional answers", "an extension of a chunk", "an event", "after pings"],
 )
 def test_a_server_outside_that_sends_what_is_no_message_is_not_read_on(before: bytes, piece: bytes) -> None:
     """aiohttp reads all of it, also between calls: 16 MB of small answers took 5 s of processor time and 550 MB."""

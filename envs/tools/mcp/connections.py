@@ -99,7 +99,7 @@ class HttpConnection:
             return socket.socket(family, kind, protocol)
 
         self._url = url
-        self._allowance = _Allowance()
+        self._is_waiting, self._allowance = False, _Allowance()
         connector = aiohttp.TCPConnector(socket_factory=allowed_socket)
         connector._factory = partial(_Protocol, asyncio.get_running_loop(), self._allowance)  # type: ignore[assignment]
         self._http = aiohttp.ClientSession(
@@ -120,7 +120,8 @@ class HttpConnection:
 
         Raises ToolError for a request that is refused, ServerLostError for a server that has failed.
         """
-        is_answer = self._allowance.left > 0  # to a question of the server, while our own request waits
+        # An answer to a question of the server, while our own request waits, gets no allowance of its own.
+        is_answer, self._is_waiting = self._is_waiting, True
         if not is_answer:
             self._allowance.left = MAX_ANSWER_BYTES
         try:
@@ -141,6 +142,8 @@ class HttpConnection:
                         elif not line.strip() and data:
                             yield b"\n".join(data)
                             data = []
+                if self._allowance.left < 0:  # its connection was broken off, which ends a body that has no length
+                    raise ToolError(TOO_MUCH)
                 if not is_events:
                     yield b"\n".join([*data, lines.begun])
         except (aiohttp.ClientError, OSError) as error:
@@ -148,6 +151,7 @@ class HttpConnection:
                 raise ToolError(TOO_MUCH) from None
             raise ServerLostError(f"{type(error).__name__}: {error}") from None
         finally:
+            self._is_waiting = is_answer
             if not is_answer:
                 self._allowance.left = 0
 
