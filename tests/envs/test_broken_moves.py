@@ -22,12 +22,16 @@ from roll_flash.errors import EnvError
 UNKNOWN = "[seven]"
 WRONG = "[wrong]"
 ENDLESS = "[for ever]"
+SLOW_SEED = 99
 
 
 class Guess:
     """Whoever says [3] wins."""
 
     def reset(self, num_players: int, seed: int) -> None:
+        begun = time.thread_time()
+        while seed == SLOW_SEED and time.thread_time() < begun + 0.3:
+            pass
         self.players = num_players
         self.state = SimpleNamespace(current_player_id=0)
         self.rewards: dict[int, float] = {}
@@ -106,6 +110,15 @@ def test_a_move_that_a_game_never_comes_to_an_end_with_is_lost_and_no_other_game
     other = TextArena()
     other.reset(seed=1)
     assert other.step("[3]")[1] == 1.0
+
+
+def test_a_game_may_take_longer_to_begin_than_a_move_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No player causes that: a hard Sudoku of textarena takes seconds until it is found."""
+    monkeypatch.setattr(textarena_game, "MOVE_S", 0.1)
+    monkeypatch.setattr(textarena_game, "LOOK_S", 0.05)
+    env = TextArena()
+    env.reset(seed=SLOW_SEED)
+    assert env.step("[3]")[1] == 1.0
 
 
 def test_a_wrong_move_whose_reason_a_game_gives_as_the_reward_earns_nothing_and_is_a_sample() -> None:

@@ -80,7 +80,7 @@ class Game:
         package or file."""
         text = _MANY_BLANKS.sub(" ", text)[-MAX_CHARACTERS:]
         try:
-            with self._own_random():
+            with self._own_random(), _limited():
                 is_over, _ = self._game.step(text)
         except Exception as error:  # third-party code may raise anything
             if isinstance(error, ImportError | OSError) or type(error) is LookupError:  # nltk without its data
@@ -100,8 +100,7 @@ class Game:
             others = random.getstate()
             random.setstate(self._random_state)
             try:
-                with _limited():
-                    yield
+                yield
             finally:
                 self._random_state = random.getstate()
                 random.setstate(others)
