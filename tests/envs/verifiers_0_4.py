@@ -180,6 +180,38 @@ def test_an_answer_that_an_environment_of_theirs_cannot_read_is_worth_nothing_an
         play(str(tmp_path / "down.py"), lambda messages: "")
 
 
+READS = "trace.assistant_messages[-1].content.strip()"
+ONCE = INSIST.replace(f"if talk.{READS} == task.data.answer", "if True")
+OF_TASK = f"    def finalize(self, trace):\n        {READS}\n\n    @vf.metric"
+OF_ENV = (
+    f"\n    async def finalize(self, task, episode):\n        trace = episode.traces[0]\n        {READS}\n\n__all__"
+)
+FINALIZE = {
+    "of the task": SUMS.replace("    @vf.metric", OF_TASK),
+    "of the environment": SUMS + ONCE.replace("\n\n__all__", OF_ENV),
+}
+
+
+@pytest.mark.parametrize("where", FINALIZE)
+def test_an_answer_that_the_end_of_an_episode_cannot_read_is_worth_nothing_and_a_sample(
+    where: str, tmp_path: Path
+) -> None:
+    (tmp_path / "finalize.py").write_text(FINALIZE[where])
+    assert play(str(tmp_path / "finalize.py"), lambda messages: "2").reward == 1.0
+    trajectory = play(str(tmp_path / "finalize.py"), lambda messages: "")
+    assert (trajectory.reward, len(trajectory.turns)) == (0.0, 1)
+    assert "finalize raised AttributeError" in trajectory.info["score_error"]
+
+
+def test_code_that_misses_the_reward_of_a_judge_that_is_down_is_not_the_fault_of_an_answer(tmp_path: Path) -> None:
+    run, ended, rest = INSIST.partition("            await talk.turn()\n")
+    reads = '        talk.trace.rewards["right"].value\n\n\n__all__' + rest.partition("__all__")[2]
+    (tmp_path / "judged.py").write_text(SUMS + run + ended + reads)
+    assert play(str(tmp_path / "judged.py"), lambda messages: "2").reward == 1.0
+    with pytest.raises(EpisodeFailed, match="the judge is down"):
+        play(str(tmp_path / "judged.py"), lambda messages: "down")
+
+
 def test_the_taskset_of_the_page_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (
         (Path(__file__).parents[2] / "docs" / "adapters.md").read_text().partition("### Tasksets of verifiers 0.4")[2]

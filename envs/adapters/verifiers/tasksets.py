@@ -58,8 +58,8 @@ class Tasksets(Env):
         self._config, _ = load(env, self._args)
         self._task: Any = None
         self._faults: list[str] = []
-        self._broken = ""
-        """How the model's text made the code of the environment raise, if it did."""
+        self._broken: dict[str, str] = {}
+        """Errors that the model's text made the code of the environment raise, and where."""
         self._episode: Any = None
 
     async def reset(
@@ -68,9 +68,10 @@ class Tasksets(Env):
         seed = seed or 0
         args = self._held_out_args if seed >= HELD_OUT_SEEDS else self._args
         self._config, tasks = await call_in_thread(lambda: load(self._name, args))
-        task, self._episode, self._faults, self._broken = copy.copy(tasks[seed % len(tasks)]), None, [], ""
+        task, self._episode, self._faults, self._broken = copy.copy(tasks[seed % len(tasks)]), None, [], {}
         hooks = task.hooks
         task.hooks = lambda kind: [self._kept(each, is_number=kind != "stop") for each in hooks(kind)]
+        task.finalize = self._watched(task.finalize)
         self._task = task
         return "", {"task": task.data.prompt_text, "task_key": task.key}
 
@@ -82,20 +83,24 @@ class Tasksets(Env):
         try:
             client = package.EvalClientConfig(base_url=gateway.base_url, api_key_var=variable)
             env = loaders.load_environment(self._config)
-            env.run = self._watched(env.run)
+            env.run, env.finalize = self._watched(env.run), self._watched(env.finalize)
             async with env.serving():
                 self._episode = await env.run_episode(self._task, package.ModelContext(gateway.model, client))
         finally:
             del os.environ[variable]
 
     async def score(self) -> tuple[float, dict[str, Any]]:
-        if self._broken and any(trace.num_turns for trace in self._episode.traces):
-            return 0.0, {"success": False, "score_error": self._broken[:MAX_ERROR_CHARACTERS]}
-        errors = [*self._episode.errors, *(error for trace in self._episode.traces for error in trace.errors)]
+        traces = self._episode.traces
+        errors = [*self._episode.errors, *(error for trace in traces for error in trace.errors)]
+        # Code may also raise because something else failed before, such as a judge, whose reward it then misses.
+        told = [f"{error.type}: {error.message}" for error in errors]
+        are_of_text = bool(told) and all(any(broken in each for broken in self._broken) for each in told)
+        if are_of_text and any(trace.num_turns for trace in traces):
+            return 0.0, {"success": False, "score_error": "; ".join(self._broken.values())[:MAX_ERROR_CHARACTERS]}
         if errors or not self._episode.ok:
-            said = "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode is not complete"
+            said = "; ".join(told) or "the episode is not complete"
             raise EnvError(f"{NAME}: {said[:MAX_ERROR_CHARACTERS]}")
-        (trace,) = self._episode.traces
+        (trace,) = traces
         reward = float(trace.reward)
         values = {name: given.value for name, given in trace.rewards.items() if given is not None}
         return reward, {
@@ -106,15 +111,18 @@ class Tasksets(Env):
         }
 
     def _watched(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the code that asks the model: what it cannot read, such as an empty answer, is worth nothing."""
+        """Wrap code that reads answers before they are scored: what it cannot read, such as none, is worth nothing."""
 
+        @functools.wraps(run)
         async def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                return await run(*args, **kwargs)
+                value = run(*args, **kwargs)
+                return await value if inspect.isawaitable(value) else value
             except Exception as error:
                 if is_caused_by_text(error):
-                    self._broken = f"run raised {type(error).__name__}: {error}"
-                    warn_once(self._broken)
+                    said = f"{type(error).__name__}: {error}"
+                    self._broken[said] = f"{run.__name__} raised {said}"
+                    warn_once(self._broken[said])
                 raise
 
         return call
