@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -22,6 +23,7 @@ from roll_flash.gateway.sessions.session import Session
 from roll_flash.processes.background import gather_or_cancel
 from roll_flash.types import Message, SamplingParams
 
+logger = logging.getLogger(__name__)
 CHARACTERS_PER_TOKEN = 4
 """Approximate, for an answer."""
 
@@ -42,6 +44,7 @@ class TokenBackend:
     def __post_init__(self) -> None:
         """Raises ModelError for a tokenizer without a chat template."""
         self._prompts = PromptText(self.tokenizer)
+        self._has_told = False
 
     async def complete(self, call: ModelCall, session: Session, number: int) -> tuple[Reply, list[CallRecord]]:
         started_s = session.history.clock.now_s()
@@ -90,7 +93,12 @@ class TokenBackend:
         anew = replace(place, parent=None, given=call.messages, sent=sum(call.keys.sizes))
         try:
             whole = self._tokens_of(call, anew, self.max_length)
-        except ApiError:  # perhaps it refuses what the model wrote, which must not cost the sample
+        except ApiError as error:  # perhaps it refuses what the model wrote, which must not cost the sample
+            if not self._has_told:
+                self._has_told = True
+                logger.warning(
+                    "a turn with its earlier thinking, despite thinking=strip (said once): %r", str(error)[:200]
+                )
             return place, before, self._tokens_of(call, place, self.max_length - len(before))
         if whole[: len(before)] == before:
             return place, before, whole[len(before) :]

@@ -267,7 +267,9 @@ def test_an_agents_conversation_is_stripped_too(served: Served, tmp_path: Path) 
     assert thought not in tokenizer.decode(recorded.calls[2][0])
 
 
-def test_with_strip_an_agents_turn_that_cannot_be_shown_again_stays_as_it_was(tmp_path: Path) -> None:
+def test_with_strip_an_agents_turn_that_cannot_be_shown_again_stays_as_it_was(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Else the gateway refuses the next request, and a game for two in which a seat loses would be no sample."""
     tokenizer = thinking_tokenizer(tmp_path, "qwen3")
     refusal = (
@@ -295,6 +297,7 @@ def test_with_strip_an_agents_turn_that_cannot_be_shown_again_stays_as_it_was(tm
     (sample,) = asyncio.run(ask()).history.samples()
     assert len(sample.turns) == 2
     assert tokenizer.decode(sample.token_ids).count("<think>a</think>channel<|im_end|>") == 2
+    assert [record.message.count("despite thinking=strip") for record in caplog.records] == [1]
 
 
 def test_arguments_of_the_chat_template_reach_every_prompt(tmp_path: Path) -> None:
