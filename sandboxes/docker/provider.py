@@ -42,6 +42,8 @@ from roll_flash.sandboxes.protocol import Isolation, Sandbox
 from roll_flash.sandboxes.scratch import own_folders
 from roll_flash.sandboxes.spec import SandboxSpec
 
+INIT_ENDED = "cannot start a container that has stopped"
+"""What runc says then, which was seen once, between many other starts and ends of containers."""
 REMOVE_TIMEOUT_S = 30.0
 COMMIT_TIMEOUT_S = 120.0
 PRUNE_EVERY_S = 3600.0
@@ -54,6 +56,10 @@ _log = logging.getLogger("roll_flash.sandboxes")
 
 class _NameTaken(SandboxStartError):
     """Another sandbox has this name and its user id."""
+
+
+class _InitEnded(SandboxStartError):
+    """The first process of a container ended before the engine let it run the agent."""
 
 
 class _FilesNotSeen(SandboxStartError):
@@ -124,11 +130,17 @@ class DockerProvider:
     async def _open(self, spec: SandboxSpec, run: str, timeout_s: float, network_container: str | None) -> Sandbox:
         """Open a sandbox; `network_container`: container whose internal network it joins; None: none."""
         self._engine_isolation.check(spec)
+        has_ended = False
         while True:
             try:
                 return await self._open_named(spec, run, timeout_s, network_container)
             except _NameTaken:
                 continue
+            except _InitEnded as error:
+                if has_ended:
+                    raise
+                has_ended = True
+                _log.warning("%s; trying once more", error)
             except _FilesNotSeen:
                 self._sees_files = False
                 _log.warning(
@@ -139,7 +151,7 @@ class DockerProvider:
     async def _open_named(
         self, spec: SandboxSpec, run: str, timeout_s: float, network_container: str | None
     ) -> Sandbox:
-        """Open a sandbox under a random name. Raises _NameTaken, _FilesNotSeen."""
+        """Open a sandbox under a random name. Raises _NameTaken, _InitEnded, _FilesNotSeen."""
         async with self._starts:
             image = await image_of(self.engine, spec)
             volumes = volume_paths(await self._declared_volumes(image), spec)
@@ -174,14 +186,20 @@ class DockerProvider:
     async def _start(
         self, sandbox: AgentSandbox, connection: AgentConnection, body: dict[str, Any], timeout_s: float
     ) -> None:
-        """Create, attach and start the container, and prepare the sandbox. Raises _NameTaken, _FilesNotSeen."""
+        """Create, attach and start the container, and prepare the sandbox.
+
+        Raises _NameTaken, _InitEnded, _FilesNotSeen.
+        """
         name = sandbox.name
         creating = asyncio.ensure_future(self._create(name, body))
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(creating)
                 await self.engine.attach(name, connection)
-                await self.engine.call("POST", f"/containers/{name}/start")
+                try:
+                    await self.engine.call("POST", f"/containers/{name}/start")
+                except SandboxStartError as error:
+                    raise _InitEnded(str(error)) if INIT_ENDED in str(error) else error from None
                 await connection.ready(timeout_s)
                 await sandbox.prepare()
         except TimeoutError:

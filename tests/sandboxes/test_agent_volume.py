@@ -8,6 +8,7 @@ import subprocess
 import tarfile
 import uuid
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -99,3 +100,24 @@ def test_a_transfer_that_is_cut_short_leaves_no_agent_that_could_be_run(
         asyncio.run(start_one())
     monkeypatch.setattr(EngineApi, "call", call)
     asyncio.run(start_one())
+
+
+@pytest.mark.parametrize(("failures", "is_opened"), [(1, True), (2, False)])
+def test_a_container_that_ends_before_it_starts_is_replaced_once(
+    failures: int, is_opened: bool, agent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-in for the engine's answer; the containers are real, and those that did not start are gone."""
+    call, started = EngineApi.call, list[str]()
+
+    async def fail(engine: EngineApi, method: str, path: str, **options: object) -> object:
+        if path.endswith("/start") and "accept" not in options:  # with it a container is only removed
+            started.append(path.split("/")[2])
+            if len(started) <= failures:
+                said = "OCI runtime start failed: cannot start a container that has stopped: unknown"
+                raise SandboxStartError(f"Docker engine, {method} {path}: {said}")
+        return await call(engine, method, path, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(EngineApi, "call", fail)
+    with nullcontext() if is_opened else pytest.raises(SandboxStartError, match="that has stopped"):
+        asyncio.run(start_one())
+    assert len(started) == 2
