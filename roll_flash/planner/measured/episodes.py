@@ -1,4 +1,4 @@
-"""Measured episodes as the load of a simulation: whole episodes, with the correlation of durations within groups."""
+"""Measured episodes as the load of a simulation: whole episodes, with replicas of a task as alike as in the run."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean
+from statistics import NormalDist, fmean, pvariance
 
 DRAWN = 20_000
 """Pairs of effects that say how long a sum is, compared with others."""
@@ -52,7 +52,7 @@ class GroupEffects:
             return cls.of([0.0], [value - mean for value in values])
         means = [fmean(group) for group in several]
         mean = fmean(means)
-        spread = fmean([(each - mean) ** 2 for each in means])
+        spread = pvariance(means, mean)
         scale = (between / spread) ** 0.5 if spread else 0.0
         own = [
             (value - of_group) * (len(group) / (len(group) - 1)) ** 0.5
@@ -64,7 +64,7 @@ class GroupEffects:
     @property
     def correlation(self) -> float:
         """Correlation of the logarithms of durations within a group."""
-        between, within = _variance(self.of_groups), _variance(self.own)
+        between, within = pvariance(self.of_groups), pvariance(self.own)
         return between / (between + within) if between + within else 0.0
 
     def rank(self, of_task: random.Random, own: random.Random) -> float:
@@ -80,14 +80,9 @@ def variances(groups: Sequence[Sequence[float]]) -> tuple[float, float]:
     groups = [group for group in groups if len(group) > 1]
     values = [value for group in groups for value in group]
     if len(groups) < 2:
-        return 0.0, _variance(values)
+        return 0.0, pvariance(values) if values else 0.0
     mean = fmean(values)
     between = sum(len(group) * (fmean(group) - mean) ** 2 for group in groups) / (len(groups) - 1)
     within = sum((value - fmean(group)) ** 2 for group in groups for value in group) / (len(values) - len(groups))
     usual = (len(values) - sum(len(group) ** 2 for group in groups) / len(values)) / (len(groups) - 1)
     return max(0.0, (between - within) / usual), within
-
-
-def _variance(values: Sequence[float]) -> float:
-    mean = fmean(values) if values else 0.0
-    return fmean([(value - mean) ** 2 for value in values]) if values else 0.0
