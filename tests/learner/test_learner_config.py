@@ -137,7 +137,7 @@ def test_what_was_resolved_can_be_run_again_with_another_loss() -> None:
         ({"name": "ppo"}, 4, True),
         ({"name": "gspo"}, 1, True),
         ({"name": "m2po"}, 8, False),
-        *(({"name": name}, 8, False) for name in ("tis", "cispo", "topr", "weighted_topr")),
+        *(({"name": name}, 8, False) for name in ("tis", "cispo", "topr", "weighted_topr", "tis_topr")),
     ],
 )
 def test_a_loss_that_does_not_correct_for_old_data_says_so(

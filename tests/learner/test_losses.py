@@ -30,6 +30,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("topr", {}),
     ("topr", {"correction_level": "sequence"}),
     ("weighted_topr", {"positive_weight": 0.5, "negative_weight": 2.0}),
+    ("tis_topr", {"topr_share": 0.3}),
     ("gspo", {"clip_low": 0.1, "clip_high": 0.1}),
     ("gspo", {"clip_low": 0.1, "clip_high": 0.1, "ratio_level": "turn_mean"}),
     ("m2po", {}),
@@ -110,6 +111,8 @@ def test_single_token_losses_are_their_formulas(ratio: float, advantage: float) 
     weight = 3.0 if advantage > 0 else 0.5 * min(ratio, 1.0)
     found = scalar("weighted_topr", theta, prox, behavior, advantage, positive_weight=3.0, negative_weight=0.5)
     assert found == pytest.approx(weight * plain)
+    blended = 0.7 * scalar("tis", theta, prox, behavior, advantage) + 0.3 * tapered * plain
+    assert scalar("tis_topr", theta, prox, behavior, advantage, topr_share=0.3) == pytest.approx(blended)
     steepness = 1.0 if advantage > 0 else 1.05
     assert scalar("m2po", theta, prox, behavior, advantage) == pytest.approx(-ratio * advantage)
     gate = 4 / steepness / (1 + math.exp(-steepness * (ratio - 1)))
@@ -235,7 +238,7 @@ def test_corrections_bound_the_ratio_itself_at_every_level(level: str) -> None:
     assert torch.equal(correct("none", **arguments).weights, mask.double())
 
 
-STOPPED = ("tis", "cispo", "topr", "weighted_topr")
+STOPPED = ("tis", "cispo", "topr", "weighted_topr", "tis_topr")
 """Losses whose weight is a function of pi_theta that is not differentiated."""
 
 
@@ -307,6 +310,7 @@ def test_stopped_weights_scale_the_score_function(name: str) -> None:
         "cispo": ratio.clamp(max=1.2),
         "topr": torch.where(positive, 1.0, ratio.clamp(max=1.0)),
         "weighted_topr": torch.where(positive, 3.0, 0.5 * ratio.clamp(max=1.0)),
+        "tis_topr": torch.where(positive, 0.1 + 0.9 * ratio.clamp(max=1.0), ratio.clamp(max=1.0)),
     }[name]
     params = {"positive_weight": 3.0, "negative_weight": 0.5} if name == "weighted_topr" else {}
     logprobs = data["logprobs"].clone().requires_grad_()

@@ -42,6 +42,7 @@ LOSS_PARAMETERS: dict[str, frozenset[str]] = {
     "tis": _TAPER,
     "topr": _TAPER,
     "weighted_topr": _TAPER | {"positive_weight", "negative_weight"},
+    "tis_topr": _TAPER | {"topr_share"},
     "reinforce": _CORRECTION,
     "sapo": frozenset({"positive_temperature", "negative_temperature"}),
 }
@@ -75,8 +76,8 @@ def _known_or_own(known: Iterable[str]) -> AfterValidator:
 
 class LossConfig(Section):
     name: Annotated[str, _known_or_own(LOSS_PARAMETERS)] = "decoupled_ppo"
-    """The policy loss: `decoupled_ppo`, `ppo`, `tis`, `cispo`, `topr`, `weighted_topr`, `gspo`, `m2po`, `reinforce`,
-    `sapo`, or a function of yours, `file.py:NAME` or `module:NAME`; docs/algorithms.md says when to use which, and how
+    """The policy loss: `decoupled_ppo`, `ppo`, `tis`, `cispo`, `topr`, `weighted_topr`, `tis_topr`, `gspo`, `m2po`,
+    `reinforce`, `sapo`, or a function of yours, `file.py:NAME` or `module:NAME`; docs/algorithms.md says when to use which, and how
     to write one."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a loss function of yours."""
@@ -94,13 +95,16 @@ class LossConfig(Section):
     ratio_level: Literal["turn_mean", "sequence_mean"] = "sequence_mean"
     """Geometric mean of the ratios over each sequence or over each turn (gspo)."""
     correction_cap: PositiveFloat | None = None
-    """Upper bound of `tis` and of `mask`. None: the default of the loss (2.0; 1.0 in tis, topr and weighted_topr)."""
+    """Upper bound of `tis` and of `mask`. None: the default of the loss (2.0; 1.0 in tis, topr, weighted_topr and
+    tis_topr)."""
     correction_floor: NonNegativeFloat = 0.5
     """Lower bound of `mask`."""
     positive_weight: NonNegativeFloat = 1.0
     """Weight of samples that were better than expected (weighted_topr)."""
     negative_weight: NonNegativeFloat = 1.0
     """Weight of samples that were worse than expected (weighted_topr)."""
+    topr_share: Probability = 0.1
+    """Share of `topr` in the loss; the rest is `tis` (tis_topr)."""
     positive_temperature: PositiveFloat = 1.0
     """Steepness of the soft clip for samples that were better than expected (sapo)."""
     negative_temperature: PositiveFloat = 1.05

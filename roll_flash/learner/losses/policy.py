@@ -229,6 +229,25 @@ def topr(
     return weighted_topr(tokens, correction_cap=correction_cap, correction_level=correction_level)
 
 
+def tis_topr(
+    tokens: PolicyTokens,
+    *,
+    topr_share: float = 0.1,
+    correction_cap: float = 1.0,
+    correction_level: CorrectionLevel = "token",
+) -> TokenLoss:
+    """(1 - topr_share) times the loss of `tis` plus `topr_share` times that of `topr`.
+
+    A good sample weighs at least `topr_share`: what has become rarer since it was sampled comes back, which holds the
+    policy near the one that sampled. With a small share that costs little where the policy must move far. Measured in
+    benchmarks/staleness.py.
+    """
+    ratio = tokens.ratio(tokens.behavior_logprobs, correction_level).detach()
+    truncated = ratio.clamp(max=correction_cap)
+    weight = torch.where(tokens.advantages > 0, topr_share + (1 - topr_share) * truncated, truncated)
+    return TokenLoss(-weight * tokens.advantages * tokens.logprobs, {"correction_fraction": ratio > correction_cap})
+
+
 def gspo(
     tokens: PolicyTokens,
     *,
@@ -328,6 +347,7 @@ LOSSES: dict[str, LossFunction] = {
     "cispo": cispo,
     "topr": topr,
     "weighted_topr": weighted_topr,
+    "tis_topr": tis_topr,
     "gspo": gspo,
     "m2po": m2po,
     "sapo": sapo,
