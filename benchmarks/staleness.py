@@ -1,4 +1,4 @@
-"""What old data does to learning: how far each loss gets on episodes of policies that are 0, 1, 4, 8 versions old.
+"""What old data does to learning: how far each loss gets on episodes of policies that are 0, 1, 2, 4, 8 versions old.
 
     python benchmarks/staleness.py [--quick] [--json] [--seeds N] [--steps N] [--minibatches N] [--task NAME]
                                    [--output FOLDER]
@@ -9,8 +9,9 @@ reward in the end. `same`: answer with the letter e alone (the reward is its sha
 certain of what it hardly ever did; all get there, and what counts is the mean reward on the way. Every step samples
 from the weights of `age` versions ago, records their log-probabilities, and trains the newest weights with the losses
 and defaults of the learner, in one optimizer step or several (`--minibatches`, proximal log-probabilities from the
-start of the batch); `reinforce` without correction is what happens when nobody corrects. The newest weights are
-evaluated on fresh samples. Everything is real but the asynchrony, which is exact here.
+start of the batch); `reinforce` without correction is what happens when nobody corrects. `no momentum` is AdamW with a
+first beta of 0. The newest weights are evaluated on fresh samples. Everything is real but the asynchrony, which is
+exact here. At age 0 all losses have the same gradient, so that is run once for each beta.
 """
 
 from __future__ import annotations
@@ -40,17 +41,20 @@ from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
 from roll_flash.learner.packing.rows import PackedRow, TrainSequence, pack
 from roll_flash.models.prepare import resolve_model
 
-AGES = (0, 1, 4, 8)
-VARIANTS: dict[str, dict[str, Any]] = {
+AGES = (0, 1, 2, 4, 8)
+_LOSSES: dict[str, dict[str, Any]] = {
     "decoupled_ppo": {"name": "decoupled_ppo"},
-    "decoupled_ppo, cap 1": {"name": "decoupled_ppo", "correction_cap": 1.0},
-    "decoupled_ppo, mask": {"name": "decoupled_ppo", "correction": "mask"},
-    "ppo": {"name": "ppo"},
     "tis": {"name": "tis"},
     "topr": {"name": "topr"},
-    "cispo": {"name": "cispo"},
+    "tis_topr": {"name": "tis_topr"},
+    "ppo": {"name": "ppo"},
     "uncorrected": {"name": "reinforce", "correction": "none"},
 }
+MOMENTUM, NO_MOMENTUM = 0.9, "no momentum"
+VARIANTS = {name: (loss, MOMENTUM) for name, loss in _LOSSES.items()} | {
+    f"{name}, {NO_MOMENTUM}": (_LOSSES[name], 0.0) for name in ("decoupled_ppo", "tis", "topr", "tis_topr")
+}
+"""Losses, and the first beta of AdamW."""
 GROUPS, REPLICAS, NEW_TOKENS = 4, 8, 16
 EVALUATION_SAMPLES = 128
 
@@ -105,10 +109,12 @@ class Task:
         return torch.cat(tokens, 1), torch.cat(logprobs, 1)
 
 
-def run(task: Task, policy: PolicyModel, loss: LossConfig, age: int, seed: int, settings: Settings) -> list[float]:
+def run(
+    task: Task, policy: PolicyModel, loss: LossConfig, beta: float, age: int, seed: int, settings: Settings
+) -> list[float]:
     """Rewards of the newest weights on fresh samples, every `evaluate_every` steps, the first before any step."""
     generator, random = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, betas=(beta, 0.95), weight_decay=0.0)
     past: deque[dict[str, torch.Tensor]] = deque(maxlen=age + 1)
     curve = []
     for step in range(settings.steps + 1):
@@ -183,11 +189,16 @@ def measure(
     started = time.monotonic()
     results: dict[str, Any] = {}
     for seed in range(seeds):
+        fresh: dict[float, list[float]] = {}
         for name in names:
+            loss, beta = VARIANTS[name]
             for age in ages:
-                policy = load_policy_model(folder)
-                loss = LossConfig(**VARIANTS[name])
-                curves[name][str(age)].append(run(task, policy, loss, age, seed, settings))
+                curve = fresh.get(beta) if age == 0 else None
+                if curve is None:
+                    curve = run(task, load_policy_model(folder), LossConfig(**loss), beta, age, seed, settings)
+                if age == 0:
+                    fresh[beta] = curve
+                curves[name][str(age)].append(curve)
         results = {
             "task": settings.task,
             "steps": settings.steps,
@@ -233,7 +244,9 @@ def plot(results: dict[str, Any], path: Path) -> None:
         places = np.arange(len(ages)) + (index - (len(names) - 1) / 2) * 0.08
         means = [results["scores"][name][age]["mean"] for age in ages]
         widths = [_bar(results, name, age) for age in ages]
-        style = {"linestyle": "--", "color": "black"} if name == "uncorrected" else {}
+        style: dict[str, Any] = {"linestyle": "--", "color": "black"} if name == "uncorrected" else {}
+        if name.endswith(NO_MOMENTUM):
+            style = {"linewidth": 2.5}
         left.errorbar(places, means, yerr=np.transpose(widths), marker="o", capsize=2, label=name, **style)
         curves = np.asarray(results["curves"][name][ages[-1]])
         right.plot(np.arange(curves.shape[1]) * results["evaluate_every"], curves.mean(0), label=name, **style)
@@ -273,7 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two ages, two losses, a few steps: within a minute")
     parser.add_argument("--json", action="store_true", help="one object of named figures on standard output")
-    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--minibatches", type=int, default=1, choices=(1, 2, 4), help="optimizer steps per batch")
@@ -285,7 +298,7 @@ def main() -> None:
     settings = Settings(
         10 if options.quick else options.steps, options.learning_rate, 5, options.minibatches, options.task
     )
-    ages, names = ((0, 4), ("decoupled_ppo", "uncorrected")) if options.quick else (AGES, tuple(VARIANTS))
+    ages, names = ((0, 4), ("decoupled_ppo", f"tis_topr, {NO_MOMENTUM}")) if options.quick else (AGES, tuple(VARIANTS))
 
     def save(so_far: dict[str, Any]) -> None:
         print(f"{so_far['seeds']} seeds: {so_far['seconds']:.0f} s", file=sys.stderr)

@@ -77,8 +77,8 @@ def _known_or_own(known: Iterable[str]) -> AfterValidator:
 class LossConfig(Section):
     name: Annotated[str, _known_or_own(LOSS_PARAMETERS)] = "decoupled_ppo"
     """The policy loss: `decoupled_ppo`, `ppo`, `tis`, `cispo`, `topr`, `weighted_topr`, `tis_topr`, `gspo`, `m2po`,
-    `reinforce`, `sapo`, or a function of yours, `file.py:NAME` or `module:NAME`; docs/algorithms.md says when to use which, and how
-    to write one."""
+    `reinforce`, `sapo`, or a function of yours, `file.py:NAME` or `module:NAME`; docs/algorithms.md says when to use
+    which, and how to write one."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a loss function of yours."""
     clip_low: Probability | None = None
