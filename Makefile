@@ -14,7 +14,7 @@ DOCS := .venv-docs
 PINS := $(filter-out $(ADAPTERS_PINS) requirements/agents.txt requirements/docs.txt,$(wildcard requirements/*))
 STAMP := $(VENV)/installed-$(SET)
 
-.PHONY: help setup engine browser image agents-image training-image model quickstart gpu-check test test-nightly test-adapters benchmarks report lint docs clean
+.PHONY: help setup engine browser image agents-image browser-image training-image model quickstart gpu-check test test-nightly test-adapters benchmarks report lint docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -38,6 +38,9 @@ image: engine ## build the sandbox image
 agents-image: image ## build the image of the third-party agents (about a minute, once)
 	@$(BIN)/python docker/agents_image.py
 
+browser-image: engine ## build the image with Chromium, for MiniWoB-v0 (a minute, once)
+	@$(BIN)/python docker/browser_image.py
+
 training-image: engine ## build the image for nodes of a cluster (configs/cluster; SET=gpu for CUDA; minutes)
 	@$(BIN)/python docker/training_image.py $(SET)
 
@@ -58,7 +61,7 @@ test-nightly: agents-image model browser $(ADAPTERS)/installed ## run the tests 
 	@$(BIN)/python -m pytest -m nightly tests
 	@$(BIN)/python benchmarks/all.py --quick
 
-test-adapters: $(ADAPTERS)/installed ## test adapters, exporters and Tinker's API with the packages that they are for
+test-adapters: browser-image $(ADAPTERS)/installed ## test adapters, exporters and Tinker's API with the packages that they are for
 	@$(ADAPTERS)/bin/python -m pytest -m adapters tests/envs tests/monitor tests/tinker_api
 
 $(ADAPTERS)/installed: $(ADAPTERS_PINS) | $(STAMP)

@@ -33,6 +33,7 @@ OF_ROWS = {"Dataset-v0": "roll_flash.envs.datasets.env:make_dataset_env"}
 """Environments that are nothing without a data set."""
 ADAPTERS = {
     "BFCL-v4": "roll_flash.envs.adapters.bfcl.env:BFCL",
+    "MiniWoB-v0": "roll_flash.envs.adapters.miniwob.env:MiniWoB",
     "OpenEnv-v0": "roll_flash.envs.adapters.openenv.client:OpenEnv",
     "ReasoningGym-v0": "roll_flash.envs.adapters.reasoning_gym:ReasoningGym",
     "TaskFolder-v0": "roll_flash.envs.adapters.task_folders.env:TaskFolder",

@@ -124,6 +124,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "thinking": without_thinking,
     "answers": lambda text: model_text.tagged(text, "answer"),
     "entities": model_text.unescaped,
+    "actions": lambda text: model_text.action_line(text, 200),
     "moves": lambda text: text_game.parse_moves(text, ("left", "right")),
     "judge": JUDGE._read,
     "judge's question": lambda text: JUDGE.messages(text, text, text),

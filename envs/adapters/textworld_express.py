@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import shutil
 import subprocess
 import threading
@@ -24,7 +23,7 @@ from typing import Any
 
 import gymnasium
 
-from roll_flash.chat.model_text import tagged, without_thinking
+from roll_flash.chat.model_text import action_line
 from roll_flash.envs.adapters.optional_package import import_optional
 from roll_flash.envs.base import TextSpace
 from roll_flash.envs.held_out import HELD_OUT_SEEDS
@@ -39,7 +38,6 @@ MAX_CHARACTERS = 200
 HEAP = "-Xmx512m"
 ANSWER_S = 60.0
 """Maximum seconds of one call."""
-_MARKS = re.compile(r"^(?:[-*>]|action:|\d+[.)])\s*", re.IGNORECASE)
 
 
 class TextWorldExpress(gymnasium.Env[str, str]):
@@ -132,12 +130,8 @@ class TextWorldExpress(gymnasium.Env[str, str]):
 
 
 def read_action(text: str) -> str:
-    """Return the action in a reply: what is in `<action>` or `<answer>`, else its first line that is not empty."""
-    text = without_thinking(text)
-    marked = tagged(text, "action", "answer", ignore_case=True)
-    lines = (line.strip() for line in (marked[-1] if marked else text).splitlines())
-    chosen = next((line for line in lines if line), "")[:MAX_CHARACTERS]
-    return _MARKS.sub("", chosen).strip("\"'`. ").lower()
+    """Return the action in a reply, in small letters."""
+    return action_line(text, MAX_CHARACTERS).lower()
 
 
 class _Tests:

@@ -65,6 +65,11 @@ class LazySandbox(Sandbox):
         """The first commands of `exec`, for the episode log: `command`, `exit_code`, `seconds`, `output`."""
 
     @property
+    def pool(self) -> SandboxPool:
+        """The pool that it leases from, for an environment that keeps something in a sandbox over episodes."""
+        return self._pool
+
+    @property
     def name(self) -> str:
         return self._known("name").name
 

@@ -26,6 +26,7 @@ MAX_VALUES = 20_000
 """Maximum number of values in the arguments of one call: checking each against several types takes 10 microseconds."""
 _BLANKS = re.compile(r"\s*+")
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]++\.?[0-9]*+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?")
+_LIST_MARK = re.compile(r"^(?:[-*>]|action:|\d+[.)])\s*", re.IGNORECASE)
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 _SPECIAL_TOKEN = re.compile(
     r"<[|\uff5c][^<>\s]{1,40}>|<[^<>\s]{1,40}[|\uff5c]>|\[\|[^\[\]\s]{1,40}\|\]|<seed:[^<>\s]{1,40}>"
@@ -73,6 +74,16 @@ def last_answer(text: str) -> str:
     text = without_thinking(text)
     answers = tagged(text, "answer")
     return (answers[-1] if answers else text).strip()
+
+
+def action_line(text: str, max_characters: int) -> str:
+    """Return the action in a reply: its first line that is not empty, or that of the last `<action>` or `<answer>`;
+    without a mark of a list and without quotes around it."""
+    text = without_thinking(text)
+    marked = tagged(text, "action", "answer", ignore_case=True)
+    lines = (line.strip() for line in (marked[-1] if marked else text).splitlines())
+    chosen = next((line for line in lines if line), "")[:max_characters]
+    return _LIST_MARK.sub("", chosen).strip("\"'`. ")
 
 
 def decimal_number(text: str) -> float | None:

@@ -38,6 +38,8 @@ NEWEST_VERSION = "1.44"
 REQUEST_TIMEOUT_S = 30.0
 PROBE_TIMEOUT_S = 5.0
 MAX_HEADER = 1 << 14
+BUILT_BY = {"roll-flash-agents": "agents-image", "roll-flash-browser": "browser-image"}
+BUILT_OTHERWISE = "pull it, build it, or run `python -m roll_flash.sandboxes.images.default_image`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,9 +340,8 @@ def _error_of(method: str, path: str, response: httpx.Response) -> SandboxError:
     except (ValueError, KeyError, TypeError):
         message = response.text[:300] or f"status {response.status_code}"
     if response.status_code == 404 and "image" in message.lower():
-        return SandboxImageMissing(
-            f"{message}; pull it, build it, or run `python -m roll_flash.sandboxes.images.default_image`"
-        )
+        how = next((f"run `make {target}`" for image, target in BUILT_BY.items() if image in message), BUILT_OTHERWISE)
+        return SandboxImageMissing(f"{message}; {how}")
     if "no space left" in message:
         return disk_full(message)
     return SandboxStartError(f"Docker engine, {method} {path}: {message}")

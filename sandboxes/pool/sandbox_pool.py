@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -75,6 +76,8 @@ class SandboxPool:
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
         self._stats = PoolStats()
+        self.kept = defaultdict[str, list[Any]](list)
+        """What environments keep over episodes, by a name, such as browsers in leased sandboxes. `close` closes it."""
 
     @property
     def isolation(self) -> str:
@@ -148,6 +151,8 @@ class SandboxPool:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        kept = [part.close() for parts in self.kept.values() for part in parts]
+        await asyncio.gather(*kept, return_exceptions=True)
         for warm in self._warm.values():
             while warm.fail_one(SandboxDied("the sandbox pool is closed", "closed")):
                 pass
