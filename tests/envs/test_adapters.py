@@ -18,6 +18,7 @@ from roll_flash.errors import ConfigError, EnvError
     ("env_id", "module", "package"),
     [
         ("ReasoningGym-v0", "reasoning_gym", "reasoning-gym"),
+        ("MiniWoB-v0", "miniwob", "miniwob"),
         ("TextArena-v0", "textarena", "textarena"),
         ("TextArenaDuel-v0", "textarena", "textarena"),
         ("TextWorldExpress-v0", "textworld_express", "textworld-express"),

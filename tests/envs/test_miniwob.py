@@ -183,6 +183,23 @@ def test_a_browser_serves_the_next_episode_and_ends_with_the_pool() -> None:
 
 @pytest.mark.adapters
 @pytest.mark.docker
+def test_a_browser_does_not_grow_with_its_episodes() -> None:
+    """Each page stayed in memory, 2 MB each, and the sandbox was full after 200 episodes."""
+
+    async def reset_often(open_env: Any, player: Player) -> None:
+        env, used_mb = await open_env(), []
+        for seed in range(80):
+            await env.reset(seed=seed)
+            if seed in (20, 79):
+                (sandbox,) = player._pool._leased
+                used_mb.append((await sandbox.stats()).memory_bytes / 1e6)
+        assert used_mb[1] < used_mb[0] + 40
+
+    play(reset_often, ["click-button", "click-dialog-2"])
+
+
+@pytest.mark.adapters
+@pytest.mark.docker
 @pytest.mark.parametrize("when", ["in an episode", "between two"])
 def test_a_browser_that_is_killed_costs_its_episode_and_the_next_one_starts_another(when: str) -> None:
     async def kill(open_env: Any, player: Player) -> None:

@@ -84,6 +84,7 @@ class Browser:
         await self.evaluate(
             "new Promise(done => document.readyState === 'complete' ? done() : addEventListener('load', () => done()))"
         )
+        await self.call("HeapProfiler.collectGarbage")  # else pages of 2 MB each stay until the sandbox is full
         await self.evaluate(script)
 
     async def evaluate(self, expression: str) -> Any:

@@ -79,9 +79,13 @@ class MiniWoB(SandboxEnv):
         state = await browser.evaluate("rollFlash.shown()")
         is_over = bool(state["done"])
         won = is_over and float(state["reward"]) >= 1.0
-        said = f"{chosen}\n" if isinstance(chosen, str) else ""
-        info = {"valid": not said} | ({"success": won} if is_over else {})
-        return ("" if is_over else said + self._shown(state)), float(won), is_over, False, info
+        before, shown = self._elements, self._shown(state)
+        if isinstance(chosen, str):
+            shown = f"{chosen}\n{shown}"
+        elif before == self._elements:
+            shown = f"Nothing has changed.\n{shown}"
+        info = {"valid": isinstance(chosen, Action)} | ({"success": won} if is_over else {})
+        return "" if is_over else shown, float(won), is_over, False, info
 
     async def conclude(self) -> tuple[float, dict[str, Any]]:
         """Return the result of an episode that the run ended before the page did."""
@@ -113,7 +117,7 @@ class MiniWoB(SandboxEnv):
         place = await browser.evaluate(f"rollFlash.placeOf({action.number})")
         if place is None:
             return False
-        if place:  # an option of a list has none, and is chosen already
+        if place:  # else it is done
             await browser.click(*place)
         if action.text is not None:
             await browser.evaluate("rollFlash.selectAll()")

@@ -1,15 +1,18 @@
 // Runs in each page of MiniWoB++: begins a problem of a seed, shows the elements that a person sees, clicks and types.
 window.rollFlash = (() => {
   const LEFT_OUT = "#query, #reward-display, #sync-task-cover, #click-canvas, script, style, noscript";
+  const FIELDS = "input, textarea, select";
   const KINDS = { checkbox: "checkbox", radio: "radio", submit: "button", button: "button", image: "button" };
   const MAX_ELEMENTS = 40, MAX_TEXT = 80, HELD_OUT_SHARE = 8, MAX_DRAWS = 16;
+  const EDGES = [0.5, 0.1, 0.9, 0.02, 0.98];
   let numbers = new Map();
 
   const squeezed = (text) => (text || "").replace(/\s+/g, " ").trim().slice(0, MAX_TEXT);
-  const ownText = (element) =>
-    squeezed([...element.childNodes].filter((node) => node.nodeType === Node.TEXT_NODE).map((node) => node.data).join(" "));
+  function ownText(element) {
+    const nodes = [...element.childNodes].filter((node) => node.nodeType === Node.TEXT_NODE);
+    return squeezed(nodes.map((node) => node.data).join(" "));
+  }
 
-  const FIELDS = "input, textarea, select";
   const isLabel = (element) =>
     element.matches("label, span") &&
     Boolean(element.querySelector(FIELDS) || (element.nextElementSibling && element.nextElementSibling.matches(FIELDS)));
@@ -39,7 +42,8 @@ window.rollFlash = (() => {
     const marks = [];
     if (element.checked || (kind === "option" && element.selected)) marks.push("chosen");
     if (element === document.activeElement) marks.push("focused");
-    return { number: numbers.get(element), kind, text, value: kind === "field" ? element.value.slice(0, MAX_TEXT) : "", marks };
+    const value = kind === "field" ? element.value.slice(0, MAX_TEXT) : "";
+    return { number: numbers.get(element), kind, text, value, marks };
   }
 
   function isSeen(element) {
@@ -65,8 +69,9 @@ window.rollFlash = (() => {
   function uncovered(element) {
     const points = [];
     for (const box of element.getClientRects())
-      for (const y of [0.5, 0.1, 0.9]) for (const x of [0.5, 0.1, 0.9]) points.push([box.x + x * box.width, box.y + y * box.height]);
-    return points.find(([x, y]) => element.contains(document.elementFromPoint(x, y))) || points[0] || null;
+      for (const y of EDGES)
+        for (const x of EDGES) points.push([box.x + x * box.width, box.y + y * box.height]);
+    return points.find(([x, y]) => element.contains(document.elementFromPoint(x, y)));
   }
 
   const shown = () => ({
@@ -111,7 +116,8 @@ window.rollFlash = (() => {
       }
       return found;
     },
-    // Where to click on an element: nowhere ([]) on an option, which is chosen already; null if it has gone.
+    // Where to click on an element. [] if that is done: an option has no place, nor has what others hide. null if it is
+    // no longer there.
     placeOf(number) {
       const element = [...numbers.keys()].find((element) => numbers.get(element) === number);
       if (!element || !element.isConnected) return null;
@@ -122,8 +128,13 @@ window.rollFlash = (() => {
         for (const kind of ["input", "change"]) select.dispatchEvent(new Event(kind, { bubbles: true }));
         return [];
       }
+      if (!isSeen(element)) return null;
       element.scrollIntoView({ block: "nearest", inline: "nearest" });
-      return uncovered(element);
+      const point = uncovered(element);
+      if (point) return point;
+      element.focus();  // as the package does, which makes two buttons of which one hides the other
+      element.click();
+      return [];
     },
     selectAll() {
       if (document.activeElement && document.activeElement.select) document.activeElement.select();

@@ -16,11 +16,14 @@ FOLDER = "html"
 """Where they lie in the sandbox's working folder."""
 
 
-@cache
 def pages_archive(needed_by: str) -> bytes:
     """Return a tar archive of the pages of all tasks and what they load. Raises ConfigError without the package."""
     package = import_optional("miniwob", package="miniwob", needed_by=needed_by)
-    folder = Path(package.__path__[0]) / "html"
+    return _packed(Path(package.__path__[0]) / "html")
+
+
+@cache
+def _packed(folder: Path) -> bytes:
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as packed:
         for name in ("core", "common/ui_utils.js"):
