@@ -152,7 +152,9 @@ class SandboxPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         kept = [part.close() for parts in self.kept.values() for part in parts]
-        await asyncio.gather(*kept, return_exceptions=True)
+        for error in await asyncio.gather(*kept, return_exceptions=True):
+            if isinstance(error, Exception):
+                _log.warning("what an environment kept in a sandbox could not be closed: %r", error)
         for warm in self._warm.values():
             while warm.fail_one(SandboxDied("the sandbox pool is closed", "closed")):
                 pass

@@ -129,6 +129,25 @@ def test_a_fresh_sandbox_ends_with_the_one_it_was_opened_through(provider: str, 
     asyncio.run(close_the_pool())
 
 
+def test_what_an_environment_keeps_in_a_lease_is_closed_before_the_sandboxes(provider: str) -> None:
+    class Service:
+        was_alive = False
+
+        def __init__(self, sandbox: Sandbox) -> None:
+            self._sandbox = sandbox
+
+        async def close(self) -> None:
+            self.was_alive = self._sandbox.alive
+
+    async def keep() -> Service:
+        async with SandboxPool(provider=provider, size=0) as pool, pool.lease() as sandbox:
+            pool.kept["service"].append(service := Service(sandbox))
+            await pool.close()
+        return service
+
+    assert asyncio.run(keep()).was_alive
+
+
 def test_a_spec_that_cannot_start_fails_its_lease_and_not_the_pool(docker: str) -> None:
     async def broken() -> None:
         async with SandboxPool(provider=docker, size=1) as pool:
