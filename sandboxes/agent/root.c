@@ -28,6 +28,7 @@
 #define CHANGES LAYER "/changes"
 #define IMAGE LAYER "/image"
 #define SELF "/proc/1"
+#define REMOVED ".wh." /* a name in a layer of an image that begins so is a mark: what the rest of it names is removed */
 #define OPAQUE "trusted.overlay.opaque" /* code inside may neither read nor set it */
 
 enum { OVERLAY = 0x794c7630, TMPFS = 0x01021994 }; /* linux/magic.h */
@@ -212,6 +213,8 @@ static void keep_entry(int from, int to, const char *name, int depth) {
     bool is_kept = S_ISREG(status.st_mode) || S_ISLNK(status.st_mode) || S_ISDIR(status.st_mode);
     errno = EDQUOT;
     must(!is_kept || entries-- > 0, name);
+    errno = EINVAL;
+    must(!is_kept || strncmp(name, REMOVED, strlen(REMOVED)) != 0, name);
     if (!is_kept) remove_entry(to, name, 0);
     else if (S_ISREG(status.st_mode)) keep_file(from, to, name, &status);
     else if (S_ISLNK(status.st_mode)) keep_link(from, to, name, &status);

@@ -402,6 +402,21 @@ def test_after_a_fork_what_was_stopped_before_is_still_stopped_and_nothing_else(
     assert asyncio.run(fork()) == ["S", "T"]
 
 
+@pytest.mark.parametrize("name", ["/.wh.usr", "/root/.wh.", "/root/a/.wh..wh..opq"])
+def test_a_name_that_the_engine_takes_for_the_mark_of_a_removal_is_not_forked(docker: str, name: str) -> None:
+    """The fork had no /usr; or the engine gave up the image, which looked like a failure of the machine."""
+
+    async def fork() -> str:
+        async with open_sandbox(SandboxSpec(writable_root=True, user="0:0"), provider="docker") as sandbox:
+            assert (await sandbox.exec(f"mkdir /root/a && touch {name} && mkfifo /root/.wh.pipe")).ok
+            with pytest.raises(SandboxFileError, match=rf"{name.rpartition('/')[2]}: Invalid argument"):
+                await sandbox.snapshot()
+            assert (await sandbox.exec(f"rm {name}")).ok
+            return (await sandbox.snapshot()).image or ""
+
+    assert asyncio.run(fork())
+
+
 def test_a_sparse_file_of_a_terabyte_is_not_forked_to_the_engines_disk(docker: str) -> None:
     async def fork() -> None:
         async with open_sandbox(SandboxSpec(writable_root=True, user="0:0"), provider="docker") as sandbox:
