@@ -29,7 +29,7 @@ CHECK_ENVIRONMENT = {
 _CLEAN_PATH = r"""
 p= w=
 while read -r _ d k o _; do
-    case $d:$k:$o in /:*) ;; *:tmpfs:rw*) w=$w:$d;; esac
+    case $d:$k:$o in /:*) ;; *:tmpfs:rw*) w=$w:$(printf %b "$d");; esac
 done < /proc/mounts
 IFS=:
 for d in $PATH; do
@@ -46,7 +46,7 @@ PATH=${p:-/usr/local/bin:/usr/bin:/bin}
 unset p w d k o r _
 """
 """Shell code that removes folders an agent could write from the image's PATH, also those whose write permission it has
-taken away: all that lies in memory, such as the image's volumes."""
+taken away: all that lies in memory, such as the image's volumes. The kernel writes blanks in names as \\040."""
 _REMOVE_LINKS = r"""
 held=
 for f; do
@@ -60,7 +60,7 @@ for f; do
 done
 export held
 places=$(while read -r _ p kind options _; do
-    case $p:$kind:$options in /:*|/.*|/proc*|/sys/*|/dev:*) ;; *:tmpfs:rw*) printf '%s\n' "$p";; esac
+    case $p:$kind:$options in /:*|/.*|/proc*|/sys/*|/dev:*) ;; *:tmpfs:rw*) printf '%b\n' "$p";; esac
 done < /proc/mounts)
 set -f
 IFS="

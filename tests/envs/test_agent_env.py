@@ -431,6 +431,26 @@ def test_no_link_in_a_volume_of_the_image_shows_a_check_what_it_compares_with(fo
     assert asyncio.run(play()) == (0.0, 1.0)
 
 
+@pytest.mark.docker
+def test_a_volume_with_a_blank_in_its_name_is_a_place_of_the_agent_and_no_hindrance() -> None:
+    """Every check was worth 0 in such an image: the kernel lists this volume under another name."""
+    volume = 'USER root\nRUN mkdir "/data x" && chmod 777 "/data x"\nVOLUME ["/data x"]\n'
+    spec = SandboxSpec(dockerfile=f'FROM roll-flash-sandbox:latest\n{volume}ENV PATH="/data x:/usr/bin:/bin"\n')
+    cheat = """ln -s "$PWD/wanted" '/data x/answer'; cd '/data x'; printf '#!/bin/sh\\n' > cmp; chmod 755 cmp"""
+
+    async def play() -> list[float]:
+        async with open_sandbox(spec, provider="docker") as sandbox:
+            honest, _ = await CommandVerifier("true", {"wanted": "secret"}, 10.0)(sandbox, {})
+            assert (await sandbox.exec(cheat)).ok
+            same = "/usr/bin/cmp '/data x/answer' wanted"
+            linked, _ = await CommandVerifier(same, {"wanted": "secret"}, 10.0)(sandbox, {})
+            assert (await sandbox.exec("chmod 555 '/data x'")).ok
+            planted, _ = await CommandVerifier("cmp wanted /etc/passwd", {"wanted": "secret"}, 10.0)(sandbox, {})
+            return [honest, linked, planted]
+
+    assert asyncio.run(play()) == [1.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize(
     "plant",
     [
