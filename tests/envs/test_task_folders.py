@@ -295,6 +295,18 @@ def test_an_artifact_takes_the_place_of_what_the_image_has_there(work: str, want
     assert earned == 1.0, info
 
 
+@pytest.mark.docker
+@pytest.mark.parametrize("work", ["true", "rm -r many"])
+def test_an_artifact_that_is_too_large_in_the_image_is_no_sample(work: str, tmp_path: Path) -> None:
+    """Every right solution earned 0: its folder could not be copied, as if the model had done that."""
+    many = "RUN mkdir many && cd many && seq 20001 | xargs touch\n"
+    task = harbor_task(tmp_path / "task", dockerfile=f"{ON_OUR_IMAGE}{many}")
+    with pytest.raises(EnvError, match="artifacts: /app of the image cannot be copied, name less of it"):
+        play(task, f"<sh>{work}; echo right >out</sh>", "<answer>done</answer>", artifacts=["/app"])
+    with pytest.raises(ConfigError, match="'/app//many/' is in '/app'"):
+        TaskFolder(task, artifacts=["/app", "/app//many/"])
+
+
 def test_no_other_episode_waits_while_the_copy_of_an_artifact_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """20,000 folders held up the event loop of a worker for a second of processor time."""
     remove, threads = shutil.rmtree, set[bool]()

@@ -13,7 +13,9 @@ import shlex
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import permutations
 from pathlib import Path
+from posixpath import normpath
 from typing import Any
 
 from roll_flash.envs.adapters.task_folders.format import (
@@ -232,4 +234,7 @@ def _absolute(paths: Sequence[str]) -> tuple[str, ...]:
     for path in paths:
         if not path.startswith("/") or path.rstrip("/") == "":
             raise ConfigError(f"TaskFolder-v0: artifacts: {path!r} is not the absolute path of a file or folder")
+    for path, other in permutations(paths, 2):
+        if f"{normpath(path)}/".startswith(f"{normpath(other)}/"):
+            raise ConfigError(f"TaskFolder-v0: artifacts: {path!r} is in {other!r}, name one of them")
     return tuple(paths)

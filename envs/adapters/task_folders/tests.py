@@ -69,7 +69,7 @@ async def put_files(sandbox: Sandbox, places: Mapping[Path, str]) -> None:
 
 
 async def copy_out(sandbox: Sandbox, paths: Sequence[str], target: Sandbox) -> None:
-    """Replace files and folders of one sandbox by those of another, or by nothing. Raises NoVerdictError."""
+    """Replace files and folders of one sandbox by those of another, or by nothing. Raises NoVerdictError, EnvError."""
     try:
         await sandbox.kill_all()
         for path in paths:
@@ -87,6 +87,7 @@ async def _copy(sandbox: Sandbox, path: str, target: Sandbox) -> None:
 
 
 async def _copy_through(work: Path, image: Path, sandbox: Sandbox, path: str, target: Sandbox) -> None:
+    of_image = await _copy_of_image(target, path, image)
     try:
         left_out = (await sandbox.get_tree(path, work)).left_out
     except SandboxFileError as error:
@@ -97,17 +98,23 @@ async def _copy_through(work: Path, image: Path, sandbox: Sandbox, path: str, ta
         if content is not None:
             await target.write(path, content, mode=0o755)
         return
-    try:
-        of_image = (await target.get_tree(path, image)).left_out
-    except SandboxFileError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-            raise
-        gone = [""]
-    else:
-        gone = await call_in_thread(lambda: _gone(image, of_image, work, set(left_out)))
+    gone = [""] if of_image is None else await call_in_thread(lambda: _gone(image, of_image, work, set(left_out)))
     for name in gone:
         await target.remove(f"{path.rstrip('/')}/{name}".rstrip("/"))
     await target.put_tree(work, path)
+
+
+async def _copy_of_image(target: Sandbox, path: str, image: Path) -> list[str] | None:
+    """Copy what the image has at `path` to `image`. Return what was left out, None if there is no folder.
+
+    Raises EnvError for a folder over the limits: no work in it could be copied, whatever a model did.
+    """
+    try:
+        return (await target.get_tree(path, image)).left_out
+    except SandboxFileError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return None
+        raise EnvError(f"artifacts: {path} of the image cannot be copied, name less of it: {error}") from None
 
 
 def _gone(image: Path, of_image: Sequence[str], work: Path, left_out: Set[str]) -> list[str]:
