@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from roll_flash.sandboxes.client import frames
@@ -15,30 +15,65 @@ from roll_flash.sandboxes.client.frames import WINDOW, Entry, Request
 from roll_flash.sandboxes.errors import SandboxBusy, SandboxFileError
 
 FILE_TIMEOUT_S = 300.0
+PART_BYTES = 1 << 20
 
 
 async def read_file(connection: AgentConnection, path: str, max_bytes: int) -> bytes:
     """Return the content of a file. Raises SandboxFileError, also if it is larger than `max_bytes`."""
-    channel = FileChannel(f"sandbox {connection.name}: read", window=WINDOW, max_bytes=max_bytes)
-    number = connection.open(Request.READ, frames.read_request(path, max_bytes, WINDOW), channel)
     data = bytearray()
-    async with connection.finishing(number, FILE_TIMEOUT_S):
-        while (piece := await channel.next()) is not None:
-            data += piece
-            if not channel.done.done():
-                channel.add_credit(len(piece))
-                connection.send(Request.CREDIT, number, frames.u32(len(piece)))
+
+    async def keep(part: bytes) -> None:
+        nonlocal data
+        data += part
+
+    await read_parts(connection, path, max_bytes, keep)
     return bytes(data)
 
 
+async def read_parts(
+    connection: AgentConnection, path: str, max_bytes: int, keep: Callable[[bytes], Awaitable[None]]
+) -> None:
+    """Read a file, of which at most about PART_BYTES are in memory: `keep` is called with each part in turn, the last
+    one shorter or empty. Raises SandboxFileError, also if the file is larger than `max_bytes`."""
+    channel = FileChannel(f"sandbox {connection.name}: read", window=WINDOW, max_bytes=max_bytes)
+    number = connection.open(Request.READ, frames.read_request(path, max_bytes, WINDOW), channel)
+    held = bytearray()
+    async with connection.finishing(number, FILE_TIMEOUT_S):
+        while (piece := await channel.next()) is not None:
+            held += piece
+            if len(held) >= PART_BYTES:
+                await keep(bytes(held))
+                held.clear()
+            if not channel.done.done():
+                channel.add_credit(len(piece))
+                connection.send(Request.CREDIT, number, frames.u32(len(piece)))
+        await keep(bytes(held))
+
+
 async def write_file(connection: AgentConnection, path: str, data: bytes, mode: int) -> None:
+    async def part(start: int) -> bytes:
+        return data[start : start + PART_BYTES]
+
+    await write_parts(connection, path, mode, part)
+
+
+async def write_parts(
+    connection: AgentConnection, path: str, mode: int, part: Callable[[int], Awaitable[bytes]]
+) -> int:
+    """Write a file and return its size. `part` returns PART_BYTES of it from a position on, fewer at its end."""
     channel = FileChannel(f"sandbox {connection.name}: write")
     number = connection.open(Request.WRITE, frames.mode_and_path(mode, path), channel)
+    size, is_last = 0, False
     async with connection.finishing(number, FILE_TIMEOUT_S):
-        await send_data(connection, number, channel, data)
+        while not is_last and not channel.done.done():
+            data = await part(size)
+            await send_data(connection, number, channel, data)
+            size += len(data)
+            is_last = len(data) < PART_BYTES
         if not channel.done.done():
             connection.send(Request.END, number)
         await channel.done
+    return size
 
 
 async def make_directory(connection: AgentConnection, path: str, mode: int) -> None:

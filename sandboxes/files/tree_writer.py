@@ -13,6 +13,7 @@ from roll_flash.sandboxes.errors import SandboxFileError
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_MORE_OF_FILE = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class TreeWriter:
@@ -44,10 +45,11 @@ class TreeWriter:
             with self._parent_of(path) as (folder, name):
                 os.mkdir(name, 0o755, dir_fd=folder)
 
-    def write_file(self, path: str, data: bytes, mode: int) -> None:
+    def write_file(self, path: str, data: bytes, mode: int, *, goes_on: bool = False) -> None:
+        """Write a new file, or with `goes_on` more of one that was written before."""
         with self._parent_of(path) as (folder, name):
-            fd = os.open(name, _NEW_FILE, mode, dir_fd=folder)
-            with os.fdopen(fd, "wb") as file:
+            fd = os.open(name, _MORE_OF_FILE if goes_on else _NEW_FILE, mode, dir_fd=folder)
+            with os.fdopen(fd, "ab" if goes_on else "wb") as file:
                 file.write(data)
 
     def make_links(self, links: list[tuple[str, str]]) -> None:

@@ -121,14 +121,22 @@ async def _fetch_files(
     moved = 0
 
     async def fetch(entry: Entry, name: str) -> int:
-        nonlocal moved
-        async with limit:
-            data = await files.read_file(connection, f"{path.rstrip('/')}/{name}", min(max_bytes, entry.size + 4096))
-            moved += len(data)
+        size = -1
+
+        async def keep(part: bytes) -> None:
+            nonlocal moved, size
+            goes_on, size = size >= 0, max(0, size) + len(part)
+            moved += len(part)
             if moved > max_bytes:
                 raise SandboxFileError(f"sandbox {connection.name}: {path} grew past {max_bytes} bytes", EFBIG)
-            await asyncio.to_thread(writer.write_file, name, data, entry.mode & 0o777 | 0o600)
-            return len(data)
+            if part or not goes_on:
+                mode = entry.mode & 0o777 | 0o600
+                await asyncio.to_thread(writer.write_file, name, part, mode, goes_on=goes_on)
+
+        async with limit:
+            most = min(max_bytes, entry.size + 4096)
+            await files.read_parts(connection, f"{path.rstrip('/')}/{name}", most, keep)
+            return size
 
     await _gather_or_cancel([fetch(entry, name) for entry, name in entries])
     return moved
@@ -150,8 +158,8 @@ class _Outgoing:
     """Members to send: folders before their members, links last."""
 
     folders: list[str] = field(default_factory=list)
-    files: list[tuple[str, int, Callable[[], bytes]]] = field(default_factory=list)
-    """Path, mode, and a function that reads the content."""
+    files: list[tuple[str, int, Callable[[int], bytes]]] = field(default_factory=list)
+    """Path, mode, and a function that reads PART_BYTES of the content from a position on."""
     links: list[tuple[str, str]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
@@ -175,11 +183,11 @@ async def _send(connection: AgentConnection, outgoing: _Outgoing, path: str) -> 
     limit = asyncio.Semaphore(PARALLEL_FILES)
     target = path.rstrip("/")
 
-    async def send(name: str, mode: int, content: Callable[[], bytes]) -> int:
+    async def send(name: str, mode: int, part: Callable[[int], bytes]) -> int:
         async with limit:
-            data = await asyncio.to_thread(content)
-            await files.write_file(connection, f"{target}/{name}", data, mode & 0o777)
-            return len(data)
+            return await files.write_parts(
+                connection, f"{target}/{name}", mode & 0o777, lambda start: asyncio.to_thread(part, start)
+            )
 
     await files.make_directory(connection, path, 0o755)
     for name in outgoing.folders:
@@ -205,8 +213,14 @@ def _of_archive(source: Path | bytes, contents: BinaryIO, max_bytes: int, max_en
     return outgoing
 
 
-def _read_part(contents: BinaryIO, offset: int, size: int) -> bytes:
-    return os.pread(contents.fileno(), size, offset)
+def _read_part(contents: BinaryIO, offset: int, size: int, start: int) -> bytes:
+    return os.pread(contents.fileno(), min(files.PART_BYTES, size - start), offset + start)
+
+
+def _read_part_of(member: Path, size: int, start: int) -> bytes:
+    """Read part of a file, which may have grown since: at most `size` bytes of it."""
+    with member.open("rb", buffering=0) as opened:
+        return os.pread(opened.fileno(), min(files.PART_BYTES, size - start), start)
 
 
 def _read_archive(source: Path, limit: int) -> bytes:
@@ -233,7 +247,7 @@ def _of_folder(source: Path, max_bytes: int, max_entries: int) -> _Outgoing:
                 total += status.st_size if stat.S_ISREG(status.st_mode) else 0
                 if count > max_entries or total > max_bytes:
                     raise SandboxFileError(f"{source} has more than {max_entries} members or {max_bytes} bytes", EFBIG)
-                _add(outgoing, member, str(member.relative_to(source)), status.st_mode)
+                _add(outgoing, member, str(member.relative_to(source)), status)
     except OSError as error:
         raise SandboxFileError(f"{error.filename} cannot be read: {error.strerror}", error.errno or EINVAL) from None
     return outgoing
@@ -243,11 +257,12 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _add(outgoing: _Outgoing, member: Path, name: str, mode: int) -> None:
+def _add(outgoing: _Outgoing, member: Path, name: str, status: os.stat_result) -> None:
+    mode = status.st_mode
     if stat.S_ISDIR(mode):
         outgoing.folders.append(name)
     elif stat.S_ISREG(mode):
-        outgoing.files.append((name, mode, member.read_bytes))
+        outgoing.files.append((name, mode, partial(_read_part_of, member, status.st_size)))
     elif stat.S_ISLNK(mode):
         outgoing.links.append((name, os.readlink(member)))
     else:
