@@ -24,14 +24,20 @@ from roll_flash.sandboxes.files.trees import MAX_ENTRIES, is_safe_name
 from roll_flash.sandboxes.spec import SandboxSpec
 
 MAX_SNAPSHOT_BYTES = 64 << 20
+PAGE_BYTES = 4096
+SHORT_LINK_BYTES = 127
+"""Longest target of a link that takes no page."""
+AGENT_BYTES = 2 << 20
+"""Memory of a sandbox that its files may not take."""
 SHARED_FOLDER = "/tmp"
 PARALLEL_FILES = 16
 
 
 async def capture(connection: AgentConnection, spec: SandboxSpec) -> bytes:
-    """Return a tar archive of the working directory and /tmp. Raises SandboxFileError if it is too large."""
+    """Return a tar archive of the working directory and /tmp. Raises SandboxFileError if it is too large, or larger
+    than a new sandbox: sparse files and hard links take less here than they would there."""
     found: list[tuple[str, Entry, bytes]] = []
-    total, left = 0, MAX_SNAPSHOT_BYTES
+    total, left, room = 0, MAX_SNAPSHOT_BYTES, _Room(spec)
     for folder in _places(spec):
         for entry in await asyncio.to_thread(_plain, await files.list_tree(connection, folder, MAX_ENTRIES)):
             is_file = stat.S_ISREG(entry.mode)
@@ -40,11 +46,33 @@ async def capture(connection: AgentConnection, spec: SandboxSpec) -> bytes:
                 what = f"sandbox {connection.name}: its files and their names take more than"
                 raise SandboxFileError(f"{what} {MAX_SNAPSHOT_BYTES >> 20} MiB, too much for a snapshot", EFBIG)
             path = f"{folder}/{os.fsdecode(entry.path)}"
+            if not room.holds(path, entry):
+                raise SandboxFileError(f"sandbox {connection.name}: its files do not fit into another like it", EFBIG)
             # At most the bytes that are left: sizes of a sandbox are not trusted.
             content = await files.read_file(connection, path, left) if is_file else b""
             left -= len(content)
             found.append((path, entry, content))
     return await asyncio.to_thread(_packed, found)
+
+
+class _Room:
+    """Counts what files take in a new sandbox, where nothing is sparse and each link to a file is a copy."""
+
+    def __init__(self, spec: SandboxSpec) -> None:
+        self._workdir = f"{posixpath.normpath(spec.workdir)}/"
+        self._left = dict.fromkeys((True, False), spec.tmpfs_size_mb << 20)
+        """Bytes of the working directory, and of the other folder."""
+        self._memory_left = (spec.memory_mb << 20) - AGENT_BYTES
+
+    def holds(self, path: str, entry: Entry) -> bool:
+        """Count one more entry; False if it does not fit."""
+        has_page = len(entry.target) > SHORT_LINK_BYTES
+        size = entry.size if stat.S_ISREG(entry.mode) else PAGE_BYTES * has_page
+        taken = -(-size // PAGE_BYTES) * PAGE_BYTES
+        place = path.startswith(self._workdir)
+        self._left[place] -= taken
+        self._memory_left -= taken
+        return min(self._left[place], self._memory_left) >= 0
 
 
 def _plain(entries: list[Entry]) -> list[Entry]:

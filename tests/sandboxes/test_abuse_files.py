@@ -385,6 +385,41 @@ def test_whatever_a_snapshot_takes_can_be_put_back(provider: str) -> None:
     assert within(provider, count, within(provider, take, spec)) == b"4001\n"
 
 
+LINKED = """import os
+os.symlink(1000 * "x", "1")
+for number in range(2, 4100): os.link("1", str(number), follow_symlinks=False)"""
+
+
+@pytest.mark.parametrize(
+    ("workdir", "fill"),
+    [
+        ("/sandbox", "truncate -s 17M large"),
+        ("/sandbox", "truncate -s 17M /tmp/large"),
+        ("/tmp/work", "truncate -s 17M large"),
+        ("/sandbox", "seq 5000 | xargs truncate -s 1"),
+        ("/sandbox", "head -c 6000000 /dev/zero >1; ln 1 2; ln 1 3"),
+        ("/sandbox", f"python3 -c '{LINKED}'"),
+    ],
+    ids=["sparse", "sparse in /tmp", "a folder in /tmp", "many", "hard links", "hard links of a link"],
+)
+def test_what_does_not_fit_into_another_sandbox_is_no_snapshot(provider: str, workdir: str, fill: str) -> None:
+    """No fork of it started: sparse files and hard links take less room than their copies."""
+    full = "rm -rf * /tmp/large; head -c 16777216 /dev/zero > full; ln -s full link"
+
+    async def take(sandbox: Sandbox) -> SandboxSpec:
+        assert (await sandbox.exec(fill, timeout=60)).ok
+        with pytest.raises(SandboxFileError, match="its files do not fit into another like it"):
+            await sandbox.snapshot()
+        assert (await sandbox.exec(full)).ok
+        return await sandbox.snapshot()
+
+    async def look(sandbox: Sandbox) -> bytes:
+        return (await sandbox.exec("wc -c < link")).stdout
+
+    spec = SandboxSpec(memory_mb=64, workdir=workdir)
+    assert within(provider, look, within(provider, take, spec)) == b"16777216\n"
+
+
 DEEP = """
 import os
 for _ in range(198):
