@@ -28,8 +28,9 @@ QUICK_MAKE_S = 1e-3
 """Seconds. An asynchronous environment whose constructor is faster needs no thread for it."""
 
 MAX_CHARACTERS = 1 << 22
-"""Maximum characters of a message in an answer, about a million tokens. An action can make an answer far longer, which
-fits into no context and would be written with its episode several times."""
+"""Maximum characters of an answer, about a million tokens, which its messages share. An action can make an answer far
+longer, which fits into no context and would be written with its episode several times: no reader of a run's files takes
+a line of gigabytes, so the run could not be resumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,7 @@ class AsyncEnvironment:
         returned = await self._call(self._env.step, action)
         shape = "(observation, reward, terminated, truncated, info)"
         observation, reward, terminated, truncated, info = _as_tuple(returned, "step", shape, 5)
-        messages = list(map(_shortened, _as_messages(observation)))
+        messages = _shortened(_as_messages(observation))
         text = "\n".join(str(message.get("content", "")) for message in messages)
         return Step(messages, text, _as_reward(reward), bool(terminated), bool(truncated), _as_info(info))
 
@@ -270,8 +271,16 @@ def _is_long(message: Message) -> bool:
     return isinstance(content, str) and len(content) > MAX_CHARACTERS
 
 
-def _shortened(message: Message) -> Message:
-    return {**message, "content": cut_middle(message["content"], MAX_CHARACTERS)} if _is_long(message) else message
+def _shortened(messages: list[Message]) -> list[Message]:
+    """Cut what is longer than its share, if all together are longer than MAX_CHARACTERS."""
+    texts = [content if isinstance(content := message.get("content"), str) else "" for message in messages]
+    if sum(map(len, texts)) <= MAX_CHARACTERS:
+        return messages
+    share = MAX_CHARACTERS // len(messages)
+    return [
+        {**message, "content": cut_middle(text, share)} if len(text) > share else message
+        for message, text in zip(messages, texts, strict=True)
+    ]
 
 
 def _has_other_parts(message: Message) -> bool:

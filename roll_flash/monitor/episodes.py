@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from roll_flash.checked_files import Count, decode, lines_of
+from roll_flash.chat.model_text import cut_middle
+from roll_flash.checked_files import MAX_LINE_BYTES, Count, decode, lines_of
 from roll_flash.monitor.episode_files.steps import (
     decompress_step,
     open_step,
@@ -32,7 +34,14 @@ from roll_flash.monitor.episode_files.steps import (
 from roll_flash.monitor.json_lines import JsonLinesFile, encode, is_intact, read_records, with_checksum
 from roll_flash.types import Branch, EpisodeEnd, EpisodeFailure, Task, Trajectory, Turn
 
+logger = logging.getLogger(__name__)
+
 Outcome = Trajectory | EpisodeFailure
+MAX_RECORD_BYTES = MAX_LINE_BYTES - (1 << 10)
+"""Maximum bytes of a record, without what is put before it."""
+TEXT_COLUMNS = ("message", "turns", "messages", "info", "branches")
+SHORT_TEXTS = (1 << 16, 1 << 12, 1 << 8)
+"""Characters of each text of a record that would be longer; the first of these with which it is not."""
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Version = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
 _BACKTICKS = re.compile(r"`{3,}+")
@@ -51,6 +60,29 @@ def episode_record(outcome: Outcome, worker: str | None = None) -> dict[str, Any
     if isinstance(outcome, EpisodeFailure):
         return {"kind": "failure", **common, **_failure_columns(outcome)}
     return {"kind": "trajectory", **common, **_trajectory_columns(outcome)}
+
+
+def episode_line(outcome: Outcome, worker: str | None = None) -> bytes:
+    """Encode the record of an episode. If it is longer than a line that is read again, as an agent may make it, its
+    texts are cut: nobody could read what comes after it, and the run could not be resumed."""
+    record = episode_record(outcome, worker)
+    line = encode(record).encode()
+    for most in SHORT_TEXTS:
+        if len(line) <= MAX_RECORD_BYTES:
+            break
+        line = encode(record | {name: _with_short_texts(record[name], most) for name in TEXT_COLUMNS}).encode()
+    return line
+
+
+def _with_short_texts(value: Any, most: int) -> Any:
+    match value:
+        case str():
+            return cut_middle(value, most)
+        case Mapping():
+            return {name: _with_short_texts(each, most) for name, each in value.items()}
+        case list() | tuple():
+            return [_with_short_texts(each, most) for each in value]
+    return value
 
 
 def _task_columns(task: Task) -> dict[str, Any]:
@@ -134,10 +166,13 @@ class EpisodesWriter:
 
     def write(self, step: int, outcome: Outcome) -> None:
         """Append one episode to the file of `step`."""
-        self.write_line(step, encode(episode_record(outcome)).encode())
+        self.write_line(step, episode_line(outcome))
 
     def write_line(self, step: int, line: bytes) -> None:
-        """Append an episode that is encoded already, as `episode_record`."""
+        """Append an episode that is encoded already, by `episode_line`."""
+        if len(line) > MAX_RECORD_BYTES:
+            logger.warning("an episode is not in the log: its tokens have %d MiB", len(line) >> 20)
+            return
         self._open(step).write_line(with_checksum(b'{"step":%d,' % step + line[1:]))
 
     def sync(self) -> None:

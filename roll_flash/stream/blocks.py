@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from roll_flash.engines.inference import fill_experts
 from roll_flash.errors import StreamError, first_line
-from roll_flash.monitor.episodes import episode_record
-from roll_flash.monitor.json_lines import encode
+from roll_flash.monitor.episodes import episode_line
 from roll_flash.stream.episodes import finished_episode
 from roll_flash.types import Branch, EpisodeFailure, FinishedEpisode, StoredTrajectory, Trajectory
 
@@ -101,7 +100,7 @@ def hand_in(outcomes: Sequence[Trajectory | EpisodeFailure], worker: str | None 
         outcome if isinstance(outcome, EpisodeFailure) else replace(finished_episode(outcome), data=None)
         for outcome in outcomes
     ]
-    lines = [encode(episode_record(each, worker)).encode() for each in whole]
+    lines = [episode_line(each, worker) for each in whole]
     return ended, TokenBlock.of(whole), [_text(each) for each in whole], lines
 
 

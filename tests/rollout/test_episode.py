@@ -502,6 +502,22 @@ def test_an_answer_that_fits_into_no_context_is_not_written_whole_with_its_episo
     assert found.messages[-1]["content"] == found.turns[1].observation
 
 
+def test_the_messages_of_an_answer_share_what_is_kept_of_it() -> None:
+    """As of an action that calls 256 tools. With megabytes of each, a line of the log had gigabytes: a worker stood
+    still for seconds, and the run could not be resumed."""
+
+    class Calls(Echo):
+        async def step(self, action: str) -> Any:
+            return [{"role": "tool", "content": int(action) * "x"} for _ in range(64)], 0.0, False, False, {}
+
+    share = MAX_CHARACTERS // 64
+    found = play(Calls(), ScriptedPolicy(str(share), str(share + 1), ContextFullError("full")), PATIENT)
+    assert isinstance(found, Trajectory)
+    assert len(found.turns[0].observation) == 64 * share + 63
+    assert len(found.turns[1].observation) < 64 * (share + 100)
+    assert all("characters left out" in str(message["content"]) for message in found.messages[-64:])
+
+
 def test_a_prompt_that_fits_into_no_context_is_refused_before_it_is_tokenised() -> None:
     class Novel(Echo):
         async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:

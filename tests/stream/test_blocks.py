@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 import ray
 
 from roll_flash.errors import StreamError
-from roll_flash.monitor.episodes import episode_record
+from roll_flash.monitor import episodes
+from roll_flash.monitor.episodes import EpisodesWriter, episode_record, find_trajectories
 from roll_flash.monitor.json_lines import encode
 from roll_flash.stream import blocks
 from roll_flash.stream.blocks import TokenBlock, fetch_lines, fetch_tokens, fetch_trajectories, hand_in, join, located
@@ -67,6 +69,31 @@ def test_a_trajectory_comes_back_as_it_went(branches: int) -> None:
 def test_a_line_of_the_log_names_the_worker() -> None:
     *_, [line] = hand_in([trajectory()], "worker 3")
     assert json.loads(line)["worker"] == "worker 3"
+
+
+def test_no_line_of_the_log_is_longer_than_one_that_is_read_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An agent may rewrite its history in each call, with megabytes: the run could not be resumed."""
+    monkeypatch.setattr(episodes, "MAX_RECORD_BYTES", 20_000)
+    long = trajectory(branches=1)
+    (branch,) = long.branches
+    message = {"role": "user", "content": "é\x01" * 20_000, "name": ["x" * 20_000]}
+    branch = dataclasses.replace(branch, messages=(message,), turns=())
+    long = dataclasses.replace(long, branches=(branch,), messages=(message,) * 3, info={"said": "y" * 20_000})
+    *_, lines = hand_in([long, trajectory(1)])
+    with EpisodesWriter(tmp_path) as writer:
+        for line in lines:
+            assert len(line) < 20_000
+            writer.write_line(0, line)
+        writer.write_line(0, b"{" + b" " * 20_000 + b"}")
+    assert "is not in the log" in caplog.text
+    found = find_trajectories(tmp_path, {each.episode_id: TASK for each in (long, trajectory(1))})
+    back = found[long.episode_id]
+    assert "characters left out" in back.messages[0]["content"]
+    assert np.array_equal(back.token_ids, long.token_ids)
+    assert np.array_equal(back.branches[0].logprobs, branch.logprobs)
+    assert len(found) == 2
 
 
 def test_experts_come_back_and_a_trajectory_without_them_is_marked() -> None:
