@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from aiohttp import WSMsgType, web
 
+from roll_flash.envs.adapters.openenv import client
 from roll_flash.envs.adapters.openenv.client import OpenEnv
+from roll_flash.errors import EnvError
 
 FIELDS = {name: {"type": "number"} for name in ("guess", "stake")}
 
@@ -107,6 +109,105 @@ def test_calls_that_take_more_than_a_step_may_are_not_all_made_and_the_sample_is
         assert not terminated
 
     with_session(play, web.get("/schema", schema), web.get("/ws", slow))
+
+
+def answers(*observations: str, heartbeat_s: float | None = None) -> list[web.RouteDef]:
+    """A server whose answers are these messages, one after the other. It ends a session that answers no ping."""
+    said = iter(observations)
+
+    async def session(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse(heartbeat=heartbeat_s)
+        await socket.prepare(request)
+        async for _ in socket:
+            await socket.send_str(next(said))
+        return socket
+
+    return [web.get("/schema", schema), web.get("/ws", session)]
+
+
+def observation(inner: str = '{"text": "ran"}', reward: str = "0.5") -> str:
+    return f'{{"type": "observation", "data": {{"observation": {inner}, "reward": {reward}, "done": false}}}}'
+
+
+ACTION = '{"guess": 1, "stake": 1}'
+
+
+def test_a_model_that_writes_for_longer_than_a_server_waits_for_an_answer_to_its_pings_keeps_its_session() -> None:
+    """Most servers wait for 20 s. No turn that took longer gave a sample: a policy could avoid each 0."""
+
+    async def play(env: OpenEnv) -> None:
+        for _ in range(2):
+            await asyncio.sleep(1.0)
+            news, reward, terminated, _, _ = await env.step(ACTION)
+            assert (news, reward, terminated) == ([{"role": "user", "content": "ran"}], 0.5, False)
+
+    with_session(play, *answers(observation(), observation(), observation(), heartbeat_s=0.3))
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        pytest.param('{"text": [' + "0," * 300_000 + "0]}", id="values"),
+        pytest.param('{"text": ' + "9" * 5_000 + "}", id="digits"),
+        pytest.param('{"text": ' + "[" * 100 + "]" * 100 + "}", id="nesting"),
+        pytest.param('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", id="nesting without end"),
+    ],
+)
+def test_an_answer_that_an_action_made_unreadable_ends_the_episode_and_is_a_sample(inner: str) -> None:
+    """Millions of values held up the loop of a worker for seconds; the others were no sample."""
+
+    async def play(env: OpenEnv) -> None:
+        news, reward, terminated, _, info = await env.step(ACTION)
+        assert "its result" in str(news)
+        assert (reward, terminated, info) == (0.0, True, {"success": False, "wrong_actions": 1})
+
+    with_session(play, *answers(observation(), observation(inner)))
+
+
+def test_what_is_no_message_of_openenv_fails_the_episode() -> None:
+    async def play(env: OpenEnv) -> None:
+        with pytest.raises(EnvError, match="answered step with '<html>'"):
+            await env.step(ACTION)
+
+    with_session(play, *answers(observation(), "<html>"))
+
+
+@pytest.mark.parametrize(
+    ("given", "earned"),
+    [("NaN", 0.0), ("-1e999", 0.0), ("-1e9", -1e6), ("1" * 400, 1e6), ("null", 0.0), ("true", 1.0)],
+)
+def test_a_reward_that_cannot_be_trained_is_a_sample(given: str, earned: float) -> None:
+    """As for an action that is wrong by a billion, or of which an environment makes NaN."""
+
+    async def play(env: OpenEnv) -> None:
+        assert (await env.step(ACTION))[1] == earned
+
+    with_session(play, *answers(observation(), observation(reward=given)))
+
+
+def test_the_results_of_a_turn_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "MAX_CHARACTERS", 3_000)
+    made: list[str] = []
+
+    async def schema(_: web.Request) -> web.Response:
+        return web.json_response({"action": {"properties": {"tool_name": {}, "arguments": {}}}})
+
+    async def session(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for message in socket:
+            made.append(message.data)
+            told = {"tools": [{"name": "look", "input_schema": {}}], "result": "x" * 1_000}
+            await socket.send_json({"type": "observation", "data": {"observation": told}})
+        return socket
+
+    async def play(env: OpenEnv) -> None:
+        made.clear()
+        news, _, terminated, _, _ = await env.step('<tool_call>{"name": "look"}</tool_call>' * 100)
+        assert (len(made), len(news), terminated) == (4, 5, False)
+        assert "too long already" in str(news[-1])
+
+    with_session(play, web.get("/schema", schema), web.get("/ws", session))
 
 
 def with_session(play: Callable[[OpenEnv], Awaitable[None]], *routes: web.RouteDef) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from roll_flash.envs.adapters.openenv.actions import JsonActions, TextActions, actions_of, as_text, takes_tools
 from roll_flash.envs.adapters.openenv.connection import NAME, OpenEnvConnection, SessionEnded, WrongAction
 from roll_flash.envs.base import Env, StepResult
+from roll_flash.envs.hosting.environments import MAX_CHARACTERS
 from roll_flash.envs.tools.calls import BadCall, ToolCall, parse_tool_calls
 from roll_flash.envs.tools.functions import ToolDescription
 from roll_flash.envs.tools.prompt import (
@@ -27,7 +28,7 @@ from roll_flash.envs.tools.prompt import (
 )
 from roll_flash.envs.tools.tool_env import MAX_TOOLS_SHARE_OF_STEP
 from roll_flash.errors import ConfigError, EnvError
-from roll_flash.types import Message
+from roll_flash.types import MAX_REWARD, Message
 
 
 class OpenEnv(Env):
@@ -117,8 +118,10 @@ class OpenEnv(Env):
             self._wrong += 1
             told = f"Error: {error}. {self._actions.instructions}"
             return [{"role": "user", "content": told}], 0.0, isinstance(error, SessionEnded)
-        said = as_text(answer["observation"], self._observation_field)
-        return [{"role": "user", "content": said}], float(answer.get("reward") or 0.0), bool(answer.get("done"))
+        observation = answer["observation"]
+        # The result of an action may lack the field, such as that of one which the environment refuses.
+        field = self._observation_field if self._observation_field in observation else None
+        return [{"role": "user", "content": as_text(observation, field)}], _reward(answer), bool(answer.get("done"))
 
     async def _take_action(self, action: Mapping[str, Any]) -> Mapping[str, Any]:
         """Run one action, and end it before the step or the episode times out, because a timeout gives no sample."""
@@ -143,9 +146,13 @@ class OpenEnv(Env):
         began = time.monotonic()
         calls_end_at = began + self.calls_timeout_s(self._calls_s)
         calls = parse_tool_calls(text, self._tools)
-        shown, earned, done = [], 0.0, not calls
+        shown: list[str] = []
+        earned, done = 0.0, not calls
         for call in calls:
             if done:
+                break
+            if sum(map(len, shown)) > MAX_CHARACTERS:
+                shown.append("Error: not run: the results of this turn are too long already")
                 break
             if time.monotonic() > calls_end_at:
                 shown.append("Error: not run: the calls of this turn have taken all of its time")
@@ -170,7 +177,16 @@ class OpenEnv(Env):
         fault = observation.get("error")
         self._wrong += bool(fault)
         said = f"Error: {_plain(fault)}" if fault else _plain(observation.get("result"))
-        return said, float(answer.get("reward") or 0.0), bool(answer.get("done"))
+        return said, _reward(answer), bool(answer.get("done"))
+
+
+def _reward(answer: Mapping[str, Any]) -> float:
+    """Return the reward of an answer: 0 for none, and for one that is no finite number, which an action may cause; no
+    more than MAX_REWARD, because a larger one is no sample. Raises TypeError for anything else."""
+    reward = answer.get("reward") or 0.0
+    if not isinstance(reward, int | float):
+        raise TypeError(f"the reward is a {type(reward).__name__}, not a number")
+    return float(max(-MAX_REWARD, min(MAX_REWARD, reward))) if abs(reward) < math.inf else 0.0
 
 
 def _plain(value: Any) -> str:

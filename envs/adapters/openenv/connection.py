@@ -18,13 +18,17 @@ import aiohttp
 
 from roll_flash.chat.model_text import MAX_DEPTH, encodable, is_deeper
 from roll_flash.errors import ConfigError, EnvError
+from roll_flash.processes.background import cancel_and_wait
 
 NAME = "OpenEnv-v0"
 FULL_POLL_S = 0.5
 """Seconds between retries if the server has no free session."""
 PROBE_S = 3.0
 """Maximum seconds that a busy server may take to answer `/schema`."""
-MAX_MESSAGE_BYTES, MAX_SCHEMA_BYTES = 64 << 20, 8 << 20
+MAX_MESSAGE_BYTES, MAX_SCHEMA_BYTES = 8 << 20, 8 << 20
+MAX_MARKS = 250_000
+"""Maximum number of commas and opening brackets in one message: more values block a worker for seconds and take
+gigabytes."""
 
 
 class WrongAction(Exception):
@@ -33,7 +37,7 @@ class WrongAction(Exception):
 
 class SessionEnded(WrongAction):
     """The server ended its session because of the action, did not finish the action in time, or its answer is too
-    large."""
+    large, or none that can be read."""
 
 
 class OpenEnvConnection:
@@ -50,6 +54,9 @@ class OpenEnvConnection:
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._next: asyncio.Future[aiohttp.WSMessage] | None = None
+        """The next message. It is waited for also between requests, because only then aiohttp answers the server's
+        pings: most servers end a session that answers none for 20 s, and a model may write for longer."""
 
     async def action_schema(self) -> Mapping[str, Any]:
         """Return the JSON schema of the environment's actions."""
@@ -102,10 +109,7 @@ class OpenEnvConnection:
         limit_s = min(self._timeout_s, max_s)
         try:
             async with asyncio.timeout(limit_s):
-                if self._socket is None:
-                    self._socket = await self._client().ws_connect(self._ws, max_msg_size=MAX_MESSAGE_BYTES)
-                await self._socket.send_str(asked)
-                message = await self._socket.receive()
+                message = await self._exchange(asked)
         except TimeoutError as error:
             if kind == "step" and await self._answers_others():
                 raise SessionEnded(f"it took longer than {limit_s:.3g} s and was given up") from None
@@ -118,14 +122,24 @@ class OpenEnvConnection:
             raise EnvError(f"{NAME}: {self._ws} ended the session during {kind}")
         return self._read(kind, message.data)
 
+    async def _exchange(self, asked: str) -> aiohttp.WSMessage:
+        """Send a request and return the next message."""
+        if self._socket is None or self._next is None:
+            self._socket = await self._client().ws_connect(self._ws, max_msg_size=MAX_MESSAGE_BYTES)
+            self._next = asyncio.ensure_future(self._socket.receive())
+        await self._socket.send_str(asked)
+        message = await self._next
+        self._next = asyncio.ensure_future(self._socket.receive())
+        return message
+
     def _read(self, kind: str, text: str) -> Mapping[str, Any]:
         try:
-            answer = json.loads(text)
+            answer = _decoded(kind, text)
             data: Mapping[str, Any] = answer["data"]
             if answer["type"] == "observation" and isinstance(data["observation"], dict):
                 return data
             code, said = str(data.get("code")), str(data.get("message"))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise EnvError(f"{NAME}: {self._ws} answered {kind} with {text[:200]!r}") from None
         if code == "CAPACITY_REACHED":
             raise _ServerFullError(said)
@@ -154,6 +168,8 @@ class OpenEnvConnection:
     async def _drop(self) -> None:
         if self._socket is not None:
             socket, self._socket = self._socket, None
+            await cancel_and_wait(filter(None, [self._next]))
+            self._next = None
             await socket.close()
 
     def _unreachable_error(self, error: Exception) -> EnvError:
@@ -170,6 +186,24 @@ def _is_too_big(message: aiohttp.WSMessage) -> bool:
     """Return True if the answer was larger than MAX_MESSAGE_BYTES: only an action makes it so, such as a program that
     prints without end."""
     return isinstance(message.data, aiohttp.WebSocketError) and message.data.code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
+
+
+def _decoded(kind: str, text: str) -> Any:
+    """Return the message. Raises SessionEnded for what only an action makes so: very many values, and JSON that Python
+    does not read, such as numbers of 5,000 digits. Raises ValueError for all else that cannot be read."""
+    problem = f"its result has more than {MAX_MARKS} values"
+    if sum(map(text.count, ",[{")) <= MAX_MARKS:
+        try:
+            answer = json.loads(text)
+            if not isinstance(answer, dict) or not is_deeper(answer, MAX_DEPTH):
+                return answer
+        except (ValueError, RecursionError):
+            if not text.lstrip().startswith("{"):
+                raise ValueError(text[:200]) from None
+        problem = "its result cannot be read: it is nested too deep, or has numbers that are too long"
+    if kind != "step":
+        raise ValueError(problem)
+    raise SessionEnded(problem)
 
 
 def _as_json(request: Mapping[str, Any]) -> str:
