@@ -7,6 +7,7 @@ calls are checked against the same signature.
 from __future__ import annotations
 
 import inspect
+import json
 import typing
 import warnings
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ TOOL_TIMEOUT_S = 30.0
 TOOL_OUTPUT_CHARACTERS = 4000
 MAX_ERRORS = 1000
 """Maximum number of wrong values that are described, as describing more takes seconds."""
+NOT_FINITE = "the numbers in its arguments must be finite"
 _MARK = "__roll_flash_tool__"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -96,14 +98,28 @@ class Tool(ToolDescription):
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments converted to the types of the tool. Raises WrongArguments."""
         try:
-            return self.validate(arguments)
+            checked = self.validate(arguments)
         except pydantic.ValidationError as error:
             raise WrongArguments(f"{self.name}: {_say(error)}. It takes {self._signature()}") from None
+        if not are_finite(arguments):
+            raise WrongArguments(f"{self.name}: {NOT_FINITE}")
+        return checked
 
     def _signature(self) -> str:
         required = self.parameters.get("required", ())
         names = [name if name in required else f"{name} (optional)" for name in self.argument_names]
         return ", ".join(names) or "no arguments"
+
+
+def are_finite(arguments: Mapping[str, Any]) -> bool:
+    """Return False if a number in a call's arguments is NaN or infinite: no comparison with NaN is true, and
+    `min(1.0, nan)` is 1.0, so that it may pass for the right answer. Checks of types find it in a float only, not in a
+    parameter that takes any list or object."""
+    try:
+        json.dumps(dict(arguments), allow_nan=False, default=str)
+    except ValueError:
+        return False
+    return True
 
 
 def options_of(function: Any) -> ToolOptions | None:

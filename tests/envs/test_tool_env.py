@@ -177,6 +177,33 @@ def test_a_number_that_is_none_is_told_and_never_reaches_a_reward(action: str) -
     assert earned == -6.0
 
 
+@pytest.mark.parametrize("given", ['{"values": [1, [NaN]], "about": {}}', '{"values": [], "about": {"x": -Infinity}}'])
+def test_no_list_or_object_of_any_kind_has_a_number_that_could_pass_for_the_right_one(given: str) -> None:
+    """`min(1.0, nan)` is 1.0, and types of such parameters say nothing of their numbers."""
+
+    class Submits(ToolEnv):
+        values: Any = None
+
+        async def begin(self, seed: int) -> str:
+            return "What is it?"
+
+        @tool()
+        def submit(self, values: list, about: dict) -> str:  # type: ignore[type-arg]
+            """Submit."""
+            self.values = values
+            return "noted"
+
+        @reward()
+        def right(self) -> float:
+            return float(self.values is not None)
+
+    call = '<tool_call>{"name": "submit", "arguments": %s}</tool_call>'
+    (said, *_), (_, earned, *_) = play(Submits(), call % given, "done")
+    assert "the numbers in its arguments must be finite" in said
+    assert earned == 0.0
+    assert play(Submits(), call % '{"values": [1.5], "about": {}}', "done")[1][1] == 1.0
+
+
 @pytest.mark.parametrize("action", ["<flood/>", "<binary_flood/>"])
 def test_a_tool_that_returns_100_mb_shows_its_head_and_tail(action: str) -> None:
     ((text, _, _, _, info),) = play(Workshop(), action)

@@ -60,6 +60,32 @@ def load_environment(kind="single", fault=""):
         """
         return a + b
 
+    def finds(completion, answer):
+        return float(next(line for line in completion[-1]["content"].splitlines() if line == answer) == answer)
+
+    async def finds_later(completion, answer):
+        return finds(completion, answer)
+
+    def solves(completion, answer):
+        raise NotImplementedError("no solution of this kind")
+
+    def far(completion, answer):
+        return -abs(float(completion[-1]["content"]) - float(answer))
+
+    guesses = []
+
+    def guess(number: float = 7.0) -> str:
+        """Say a number.
+
+        Args:
+            number: any
+        """
+        guesses.append(number)
+        return "noted"
+
+    def near(completion, answer):
+        return min(1.0, 1 / (1 + abs(guesses.pop() - float(answer)))) if guesses else 0.0
+
     def reads(completion, answer):
         said = float(completion[-1]["content"])
         return 1.0 if said == float(answer) else said - said
@@ -92,6 +118,11 @@ def load_environment(kind="single", fault=""):
     match kind:
         case "reads":
             return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[reads]))
+        case "finds" | "finds_later" | "solves" | "far":
+            function = {"finds": finds, "finds_later": finds_later, "solves": solves, "far": far}[kind]
+            return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[function], weights=[2.0]))
+        case "guess":
+            return vf.ToolEnv(dataset=rows, tools=[guess], rubric=vf.Rubric(funcs=[near]), max_turns=4)
         case "slow tool":
             return vf.ToolEnv(
                 dataset=rows, tools=[halves], stop_errors=[ArithmeticError], rubric=vf.Rubric(funcs=[right])
@@ -162,6 +193,30 @@ def test_tools_are_described_called_and_counted_and_wrong_calls_are_explained(su
     assert info["tools"]["add"]["calls"] == 1
     _, told_of = asyncio.run(Verifiers(sums, {"kind": "tool"}).reset(seed=7))
     assert told_of["tool_schemas"][0]["function"]["name"] == "add"
+
+
+@pytest.mark.parametrize("kind", ["finds", "finds_later", "solves"])
+def test_an_answer_in_which_a_reward_function_finds_nothing_earns_nothing_and_is_a_sample(sums: str, kind: str) -> None:
+    """`next` without anything to return: Python makes another error of that, which counted as one of the machine."""
+    _, earned, info = play(Verifiers(sums, {"kind": kind}), "four")
+    assert (earned, info["success"], f"{kind} raised" in info["score_error"]) == (0.0, False, True)
+    assert kind == "solves" or play(Verifiers(sums, {"kind": kind}), "3")[1] == 2.0
+
+
+def test_an_answer_that_is_wrong_by_more_than_can_be_trained_is_a_sample(sums: str) -> None:
+    assert play(Verifiers(sums, {"kind": "far"}), "13")[1] == -20.0
+    for said in ("1e308", "-1e9"):
+        assert play(Verifiers(sums, {"kind": "far"}), said)[1] == -1e6
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_tool_gets_no_number_that_could_pass_for_the_right_one(sums: str, number: str) -> None:
+    """`min(1.0, nan)` is 1.0. A call that is refused is not made, also if all of its arguments have defaults."""
+    call = '<tool_call>{"name": "guess", "arguments": {"number": %s}}</tool_call>'
+    told, earned, info = play(Verifiers(sums, {"kind": "guess"}, tool_format="hermes"), call % number, "done")
+    assert "the numbers in its arguments must be finite" in told[1]
+    assert (earned, info["tools"]["guess"]) == (0.0, {**info["tools"]["guess"], "calls": 1, "errors": 1})
+    assert play(Verifiers(sums, {"kind": "guess"}, tool_format="hermes"), call % "3", "done")[1] == 1.0
 
 
 def test_several_turns_are_answered_by_env_response_until_it_ends_them(sums: str) -> None:

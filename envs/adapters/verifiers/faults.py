@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll_flash.chat.openai_client import says_too_long
+from roll_flash.types import MAX_REWARD
 
 logger = logging.getLogger("roll_flash.envs")
 
@@ -32,6 +33,7 @@ class CallOutOfTimeError(Exception):
 
 _TEXT_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError),
+    *(StopIteration, StopAsyncIteration, NotImplementedError, EOFError),
     *(re.error, tokenize.TokenError, CallOutOfTimeError),
 )
 """Exceptions of code that reads text in an unexpected form."""
@@ -71,9 +73,14 @@ def record_faults(function: Callable[..., Any]) -> Callable[..., Any]:
         if not math.isfinite(number):  # such as `float("nan")`, read from the text
             faults.add(f"{name} returned {number}", of_text=True)
             return 0.0
-        return number
+        return bounded(number)
 
     return call
+
+
+def bounded(reward: float) -> float:
+    """Limit a reward to what can be trained: a larger one, as for an answer wrong by a billion, is no sample."""
+    return reward if math.isnan(reward) else max(-MAX_REWARD, min(MAX_REWARD, reward))
 
 
 def is_caused_by_text(error: BaseException | None) -> bool:
@@ -86,7 +93,9 @@ def is_caused_by_text(error: BaseException | None) -> bool:
     if any(says_too_long(getattr(each, "status_code", None), str(each)) for each in chain):
         return True
     tool_error = getattr(importlib.import_module("verifiers"), "ToolError", AssertionError)  # 0.4 has none
-    return all(isinstance(each, (*_TEXT_ERRORS, tool_error)) and not isinstance(each, OSError) for each in chain)
+    # Python makes another error of a StopIteration that leaves a coroutine, such as that of `next`.
+    found = [each for each in chain if not isinstance(each.__cause__, StopIteration | StopAsyncIteration)]
+    return all(isinstance(each, (*_TEXT_ERRORS, tool_error)) and not isinstance(each, OSError) for each in found)
 
 
 _warned: set[str] = set()

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roll_flash.envs.tools.calls import BadCall, ToolCall
-from roll_flash.envs.tools.functions import ToolDescription
+from roll_flash.envs.tools.calls import UNKNOWN, BadCall, ToolCall
+from roll_flash.envs.tools.functions import NOT_FINITE, ToolDescription, are_finite
 from roll_flash.envs.tools.prompt import ToolFormat, show_results
 from roll_flash.types import Message
 
@@ -40,12 +40,20 @@ def as_messages(theirs: Sequence[Any], tool_format: ToolFormat) -> list[Message]
     return found + (show_results(results, tool_format) if results else [])
 
 
+def checked_call(call: ToolCall | BadCall) -> ToolCall | BadCall:
+    """Refuse numbers that JSON does not have: the package passes arguments to its tools as they are."""
+    if isinstance(call, BadCall) or are_finite(call.arguments):
+        return call
+    return BadCall(f"{call.name}: {NOT_FINITE}", call.name)
+
+
 def as_response(package: Any, action: str, calls: Sequence[ToolCall | BadCall]) -> Any:
     """Return the model's turn as verifiers' client would parse it. A bad call keeps its place and number."""
     written = [
         package.ToolCall(
             id=call_id(number),
-            name=call.name,
+            # A bad call is not made: a tool may have defaults for all of its arguments.
+            name=call.name if isinstance(call, ToolCall) else UNKNOWN,
             arguments=json.dumps(dict(call.arguments) if isinstance(call, ToolCall) else {}),
         )
         for number, call in enumerate(calls)

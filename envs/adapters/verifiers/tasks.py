@@ -14,13 +14,21 @@ from typing import Any, Literal
 
 from roll_flash.envs.adapters.verifiers.faults import (
     Faults,
+    bounded,
     calls_end_at,
     faults_of_rewards,
     is_caused_by_text,
     warn_once,
 )
 from roll_flash.envs.adapters.verifiers.loading import NAME, load
-from roll_flash.envs.adapters.verifiers.messages import MODEL, as_messages, as_response, explain_bad_calls, tools_of
+from roll_flash.envs.adapters.verifiers.messages import (
+    MODEL,
+    as_messages,
+    as_response,
+    checked_call,
+    explain_bad_calls,
+    tools_of,
+)
 from roll_flash.envs.base import Env, StepResult
 from roll_flash.envs.held_out import HELD_OUT_SEEDS
 from roll_flash.envs.tools.calls import BadCall, ToolCall, parse_tool_calls
@@ -86,7 +94,7 @@ class Verifiers(Env):
         return messages, {"example_id": state.get("example_id"), **tool_info(tools, self._tool_format)}
 
     async def step(self, action: str) -> StepResult:
-        calls = parse_tool_calls(action, self._tools) if self._tools else []
+        calls = list(map(checked_call, parse_tool_calls(action, self._tools))) if self._tools else []
         self._count(calls)
         await self._env.add_model_response(self._state, self._prompt, as_response(self._package, action, calls))
         known = len(self._prompt) + 1
@@ -115,7 +123,7 @@ class Verifiers(Env):
             await self._env.rubric.cleanup(state)
         if faults.other:
             raise EnvError(f"{NAME}: {faults.other[0]}")
-        reward = float(state["reward"])
+        reward = bounded(float(state["reward"]))
         if trouble := "; ".join(self._trouble + faults.of_text)[:MAX_ERROR_CHARACTERS]:
             warn_once(trouble)
         return reward, {

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from roll_flash.config.user_code import load_file
-from roll_flash.envs.adapters.verifiers.faults import is_caused_by_text, warn_once
+from roll_flash.envs.adapters.verifiers.faults import bounded, is_caused_by_text, warn_once
 from roll_flash.envs.adapters.verifiers.loading import NAME, load_once
 from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.base import Env
@@ -101,7 +101,7 @@ class Tasksets(Env):
             said = "; ".join(told) or "the episode is not complete"
             raise EnvError(f"{NAME}: {said[:MAX_ERROR_CHARACTERS]}")
         (trace,) = traces
-        reward = float(trace.reward)
+        reward = bounded(float(trace.reward))
         values = {name: given.value for name, given in trace.rewards.items() if given is not None}
         return reward, {
             "success": reward >= self._pass_threshold,
