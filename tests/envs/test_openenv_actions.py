@@ -6,14 +6,16 @@ The server here breaks as those of openenv-core do; they themselves are played w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from aiohttp import WSMsgType, web
+from aiohttp import ClientWebSocketResponse, WSMsgType, web
 
-from roll_flash.envs.adapters.openenv import client
+from roll_flash.envs.adapters.openenv import client, connection
 from roll_flash.envs.adapters.openenv.client import OpenEnv
 from roll_flash.errors import EnvError
 
@@ -142,6 +144,33 @@ def test_a_model_that_writes_for_longer_than_a_server_waits_for_an_answer_to_its
             assert (news, reward, terminated) == ([{"role": "user", "content": "ran"}], 0.5, False)
 
     with_session(play, *answers(observation(), observation(), observation(), heartbeat_s=0.3))
+
+
+def test_a_server_that_floods_a_session_with_pings_holds_up_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is answered; without a pause, nothing else was done for seconds."""
+    answered: list[bytes] = []
+
+    async def pong(_: Any, message: bytes = b"") -> None:
+        answered.append(message)
+
+    monkeypatch.setattr(ClientWebSocketResponse, "pong", pong)
+
+    async def session(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.send_str(observation())
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await asyncio.gather(*(socket.ping() for _ in range(1000)))
+        return socket
+
+    async def play(env: OpenEnv) -> None:
+        began_s = time.monotonic()
+        await asyncio.sleep(1.0)
+        assert 1 <= len(answered) <= 1 + (time.monotonic() - began_s) / connection.PING_S
+        await env.close()
+
+    with_session(play, web.get("/schema", schema), web.get("/ws", session))
 
 
 @pytest.mark.parametrize(

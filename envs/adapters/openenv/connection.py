@@ -7,6 +7,7 @@ carries only JSON messages, so OpenEnv's package is not needed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import time
@@ -25,6 +26,9 @@ FULL_POLL_S = 0.5
 """Seconds between retries if the server has no free session."""
 PROBE_S = 3.0
 """Maximum seconds that a busy server may take to answer `/schema`."""
+CLOSE_S = 3.0
+PING_S = 0.05
+"""Seconds after the answer to a ping in which nothing is read: a flood of pings would hold up the worker."""
 MAX_MESSAGE_BYTES, MAX_SCHEMA_BYTES = 8 << 20, 8 << 20
 MAX_MARKS = 250_000
 """Maximum number of commas and opening brackets in one message: more values block a worker for seconds and take
@@ -55,8 +59,8 @@ class OpenEnvConnection:
         self._session: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._next: asyncio.Future[aiohttp.WSMessage] | None = None
-        """The next message. It is waited for also between requests, because only then aiohttp answers the server's
-        pings: most servers end a session that answers none for 20 s, and a model may write for longer."""
+        """The next message. It is waited for also between requests, to answer the server's pings: most servers end a
+        session that answers none for 20 s, and a model may write for longer."""
 
     async def action_schema(self) -> Mapping[str, Any]:
         """Return the JSON schema of the environment's actions."""
@@ -125,11 +129,11 @@ class OpenEnvConnection:
     async def _exchange(self, asked: str) -> aiohttp.WSMessage:
         """Send a request and return the next message."""
         if self._socket is None or self._next is None:
-            self._socket = await self._client().ws_connect(self._ws, max_msg_size=MAX_MESSAGE_BYTES)
-            self._next = asyncio.ensure_future(self._socket.receive())
+            self._socket = await self._client().ws_connect(self._ws, max_msg_size=MAX_MESSAGE_BYTES, autoping=False)
+            self._next = asyncio.ensure_future(_next_message(self._socket))
         await self._socket.send_str(asked)
         message = await self._next
-        self._next = asyncio.ensure_future(self._socket.receive())
+        self._next = asyncio.ensure_future(_next_message(self._socket))
         return message
 
     def _read(self, kind: str, text: str) -> Mapping[str, Any]:
@@ -170,7 +174,9 @@ class OpenEnvConnection:
             socket, self._socket = self._socket, None
             await cancel_and_wait(filter(None, [self._next]))
             self._next = None
-            await socket.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await socket.close()
 
     def _unreachable_error(self, error: Exception) -> EnvError:
         if isinstance(error, TimeoutError):
@@ -180,6 +186,15 @@ class OpenEnvConnection:
 
 class _ServerFullError(Exception):
     pass
+
+
+async def _next_message(socket: aiohttp.ClientWebSocketResponse) -> aiohttp.WSMessage:
+    """Return the next message; answer pings meanwhile."""
+    while (message := await socket.receive()).type in (aiohttp.WSMsgType.PING, aiohttp.WSMsgType.PONG):
+        if message.type is aiohttp.WSMsgType.PING:
+            await socket.pong(message.data)
+        await asyncio.sleep(PING_S)
+    return message
 
 
 def _is_too_big(message: aiohttp.WSMessage) -> bool:
