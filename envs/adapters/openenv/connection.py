@@ -30,7 +30,7 @@ CLOSE_S = 3.0
 PING_S = 0.05
 """Seconds after the answer to a ping in which nothing is read: a flood of pings would hold up the worker."""
 MAX_MESSAGE_BYTES, MAX_SCHEMA_BYTES = 8 << 20, 8 << 20
-MAX_MARKS = 250_000
+MAX_MARKS = 500_000
 """Maximum number of commas and opening brackets in one message: more values block a worker for seconds and take
 gigabytes."""
 
