@@ -21,7 +21,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from roll_flash.chat.model_text import cut_middle
 from roll_flash.checked_files import MAX_LINE_BYTES, Count, decode, lines_of
 from roll_flash.monitor.episode_files.steps import (
     decompress_step,
@@ -77,7 +76,7 @@ def episode_line(outcome: Outcome, worker: str | None = None) -> bytes:
 def _with_short_texts(value: Any, most: int) -> Any:
     match value:
         case str():
-            return cut_middle(value, most)
+            return value if len(value) <= most else f"{value[:most]} [... {len(value) - most} characters left out]"
         case Mapping():
             return {name: _with_short_texts(each, most) for name, each in value.items()}
         case list() | tuple():
