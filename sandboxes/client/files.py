@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
+from itertools import islice
+from typing import Any
 
 from roll_flash.sandboxes.client import frames
 from roll_flash.sandboxes.client.channels import FileChannel
@@ -16,6 +18,7 @@ from roll_flash.sandboxes.errors import SandboxBusy, SandboxFileError
 
 FILE_TIMEOUT_S = 300.0
 PART_BYTES = 1 << 20
+REQUESTS_AT_ONCE = 128
 
 
 async def read_file(connection: AgentConnection, path: str, max_bytes: int) -> bytes:
@@ -82,6 +85,16 @@ async def make_directory(connection: AgentConnection, path: str, mode: int) -> N
 
 async def make_symlink(connection: AgentConnection, target: str, path: str) -> None:
     await _simple(connection, Request.SYMLINK, frames.text(target) + frames.text(path), "make symbolic link")
+
+
+async def in_order(requests: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Send requests one after another without a wait for each answer, which takes a turn of a busy event loop.
+
+    The agent handles them in this order.
+    """
+    left = iter(requests)
+    while at_once := list(islice(left, REQUESTS_AT_ONCE)):
+        await asyncio.gather(*at_once)
 
 
 async def remove(connection: AgentConnection, path: str) -> None:

@@ -11,7 +11,9 @@ import os
 import posixpath
 import stat
 import tarfile
+from collections.abc import Coroutine
 from errno import EFBIG, EINVAL
+from typing import Any
 
 from roll_flash.sandboxes.client import files
 from roll_flash.sandboxes.client.connection import AgentConnection
@@ -30,7 +32,9 @@ SHORT_LINK_BYTES = 127
 AGENT_BYTES = 2 << 20
 """Memory of a sandbox that its files may not take."""
 SHARED_FOLDER = "/tmp"
-PARALLEL_FILES = 16
+PARALLEL_FILES = 64
+OPEN_FILES_SHARE = 8
+"""At most 1/OPEN_FILES_SHARE of the files that a sandbox may have open are written at the same time."""
 
 
 async def capture(connection: AgentConnection, spec: SandboxSpec) -> bytes:
@@ -114,24 +118,27 @@ def _packed(found: list[tuple[str, Entry, bytes]]) -> bytes:
     return packed.getvalue()
 
 
-async def restore(connection: AgentConnection, tree: bytes) -> None:
-    """Write the members of a snapshot to their original paths. Raises SandboxFileError."""
+async def restore(connection: AgentConnection, spec: SandboxSpec) -> None:
+    """Write the members of the spec's snapshot to their original paths. Raises SandboxFileError."""
     try:
-        members = await asyncio.to_thread(_unpacked, tree)
+        members = await asyncio.to_thread(_unpacked, spec.tree)
     except ArchiveError as error:
         raise SandboxFileError(f"sandbox {connection.name}: its snapshot cannot be read: {error}", EINVAL) from None
-    for member, _ in members:
-        if member.kind == "folder":
-            await files.make_directory(connection, f"/{member.name.rstrip('/')}", member.mode | 0o700)
-        elif member.kind == "link":
-            await files.make_symlink(connection, member.target, f"/{member.name}")
+    await files.in_order(_made(connection, member) for member, _ in members if member.kind in ("folder", "link"))
     to_write = ((member, content) for member, content in members if member.kind not in ("folder", "link"))
 
     async def write() -> None:
         for member, content in to_write:
             await files.write_file(connection, f"/{member.name}", content, member.mode)
 
-    await asyncio.gather(*(write() for _ in range(PARALLEL_FILES)))
+    parallel = min(PARALLEL_FILES, max(1, spec.open_files // OPEN_FILES_SHARE))
+    await asyncio.gather(*(write() for _ in range(parallel)))
+
+
+def _made(connection: AgentConnection, member: Member) -> Coroutine[Any, Any, None]:
+    if member.kind == "link":
+        return files.make_symlink(connection, member.target, f"/{member.name}")
+    return files.make_directory(connection, f"/{member.name.rstrip('/')}", member.mode | 0o700)
 
 
 def _unpacked(tree: bytes) -> list[tuple[Member, bytes]]:
@@ -144,6 +151,6 @@ def _unpacked(tree: bytes) -> list[tuple[Member, bytes]]:
 async def populate(connection: AgentConnection, spec: SandboxSpec) -> None:
     """Write the snapshot and the files of the spec into a new sandbox."""
     if spec.tree:
-        await restore(connection, spec.tree)
+        await restore(connection, spec)
     for path, content in spec.files:
         await files.write_file(connection, path if path.startswith("/") else f"{spec.workdir}/{path}", content, 0o644)

@@ -190,11 +190,11 @@ async def _send(connection: AgentConnection, outgoing: _Outgoing, path: str) -> 
             )
 
     await files.make_directory(connection, path, 0o755)
-    for name in outgoing.folders:
-        await files.make_directory(connection, f"{target}/{name}", 0o755)
+    await files.in_order(files.make_directory(connection, f"{target}/{name}", 0o755) for name in outgoing.folders)
     sent = await _gather_or_cancel([send(*file) for file in outgoing.files])
-    for name, leads_to in outgoing.links:
-        await files.make_symlink(connection, leads_to, f"{target}/{name}")
+    await files.in_order(
+        files.make_symlink(connection, leads_to, f"{target}/{name}") for name, leads_to in outgoing.links
+    )
     return TreeReport(len(sent), sum(sent), outgoing.left_out)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import bz2
 import gzip
 import io
@@ -10,6 +11,7 @@ import os
 import random
 import tarfile
 import threading
+import time
 import tracemalloc
 import warnings
 import zipfile
@@ -21,6 +23,7 @@ import pytest
 from abuse import within
 
 from roll_flash.sandboxes import Sandbox, SandboxFileError, SandboxSpec
+from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.client.frames import Entry
 from roll_flash.sandboxes.files import snapshot
 
@@ -442,6 +445,40 @@ def test_deep_names_of_a_snapshot_are_put_back_in_time(docker: str) -> None:
         return (await sandbox.stats()).cpu_s or 0.0
 
     assert 0.0 < within(docker, used, within(docker, take)) < 2.0  # else 6
+
+
+MANY = """
+import os
+for number in range(4000):
+    os.mkdir(f"d{number}")
+    os.symlink("x", f"l{number}")
+"""
+
+
+def test_many_members_of_a_snapshot_are_put_back_in_few_turns_of_a_busy_loop(provider: str) -> None:
+    """One turn for each of 40,000 took longer than a start may, in a worker with 3 ms of other work in each turn."""
+
+    async def count(sandbox: Sandbox) -> int:
+        assert isinstance(sandbox, AgentSandbox)
+        assert (await sandbox.exec(["python3", "-c", MANY])).ok
+        forked = await sandbox.snapshot()
+        await sandbox.remove("/sandbox/")
+        turns = 0
+
+        async def work() -> None:
+            nonlocal turns
+            while True:
+                time.sleep(0.002)  # noqa: ASYNC251 - it is what the loop is busy with
+                turns += 1
+                await asyncio.sleep(0)
+
+        working = asyncio.create_task(work())
+        await snapshot.populate(sandbox._connection, forked)
+        working.cancel()
+        assert (await sandbox.exec("ls | wc -l")).stdout == b"8000\n"
+        return turns
+
+    assert within(provider, count, SandboxSpec(open_files=16)) < 3000
 
 
 def test_a_name_that_is_listed_twice_is_taken_once(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
