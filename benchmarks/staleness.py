@@ -1,7 +1,7 @@
 """What old data does to learning: how far each loss gets on episodes of policies that are 0, 1, 2, 4, 8 versions old.
 
     python benchmarks/staleness.py [--quick] [--json] [--seeds N] [--steps N] [--minibatches N] [--task NAME]
-                                   [--output FOLDER]
+                                   [--losses NAME ...] [--output FOLDER]
 
 The tiny random-weight model learns one of two tasks. `different`: answer with lowercase letters, each at most once (the
 reward is the share of different letters), so that a policy which collapses earns next to nothing; what counts is the
@@ -9,9 +9,10 @@ reward in the end. `same`: answer with the letter e alone (the reward is its sha
 certain of what it hardly ever did; all get there, and what counts is the mean reward on the way. Every step samples
 from the weights of `age` versions ago, records their log-probabilities, and trains the newest weights with the losses
 and defaults of the learner, in one optimizer step or several (`--minibatches`, proximal log-probabilities from the
-start of the batch); `reinforce` without correction is what happens when nobody corrects. `no momentum` is AdamW with a
-first beta of 0. The newest weights are evaluated on fresh samples. Everything is real but the asynchrony, which is
-exact here. At age 0 all losses have the same gradient, so that is run once for each beta.
+start of the batch); `reinforce` without correction is what happens when nobody corrects. The first beta of AdamW is 0.9
+where the name has no other. The newest weights are evaluated on fresh samples. Everything is real but the asynchrony,
+which is exact here. At age 0 all losses have the same gradient, so that is run once for each beta. `--losses` runs some
+only, and adds them to what the folder has.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ _LOSSES: dict[str, dict[str, Any]] = {
     "ppo": {"name": "ppo"},
     "uncorrected": {"name": "reinforce", "correction": "none"},
 }
-MOMENTUM, NO_MOMENTUM = 0.9, "no momentum"
+MOMENTUM = 0.9
 VARIANTS = {name: (loss, MOMENTUM) for name, loss in _LOSSES.items()} | {
-    f"{name}, {NO_MOMENTUM}": (_LOSSES[name], 0.0) for name in ("decoupled_ppo", "tis", "topr", "tis_topr")
+    f"{name}, beta {beta:g}": (_LOSSES[name], beta)
+    for name, beta in [*((name, 0.0) for name in ("decoupled_ppo", "tis", "topr", "tis_topr")), ("tis_topr", 0.5)]
 }
 """Losses, and the first beta of AdamW."""
 GROUPS, REPLICAS, NEW_TOKENS = 4, 8, 16
@@ -230,6 +232,22 @@ def interval(values: Sequence[float]) -> dict[str, float]:
     return {"mean": float(np.mean(values)), "half_width": quantile * spread / math.sqrt(len(values))}
 
 
+def merged(earlier: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
+    """Return earlier results with these added, which must have the same settings and seeds."""
+    for key in ("task", "steps", "evaluate_every", "learning_rate", "minibatches", "seeds"):
+        if earlier[key] != results[key]:
+            sys.exit(f"the results in the folder have {key} {earlier[key]}, not {results[key]}")
+    sums = {key: earlier[key] + results[key] for key in ("seconds", "cpu_seconds")}
+    both = {key: earlier[key] | results[key] for key in ("curves", "scores")}
+    return earlier | sums | both
+
+
+def write(results: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".json").write_text(json.dumps(results) + "\n")
+    plot(results, path.with_suffix(".png"))
+
+
 def plot(results: dict[str, Any], path: Path) -> None:
     """Final reward against age on the left, learning curves at the largest age on the right."""
     import matplotlib
@@ -245,7 +263,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
         means = [results["scores"][name][age]["mean"] for age in ages]
         widths = [_bar(results, name, age) for age in ages]
         style: dict[str, Any] = {"linestyle": "--", "color": "black"} if name == "uncorrected" else {}
-        if name.endswith(NO_MOMENTUM):
+        if VARIANTS[name][1] != MOMENTUM:
             style = {"linewidth": 2.5}
         left.errorbar(places, means, yerr=np.transpose(widths), marker="o", capsize=2, label=name, **style)
         curves = np.asarray(results["curves"][name][ages[-1]])
@@ -291,6 +309,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--minibatches", type=int, default=1, choices=(1, 2, 4), help="optimizer steps per batch")
     parser.add_argument("--task", choices=("different", "same"), default="different")
+    parser.add_argument("--losses", nargs="+", choices=VARIANTS, metavar="NAME", help="only these, added to --output")
     parser.add_argument("--output", type=Path, help="folder for staleness.json and staleness.png")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -298,18 +317,19 @@ def main() -> None:
     settings = Settings(
         10 if options.quick else options.steps, options.learning_rate, 5, options.minibatches, options.task
     )
-    ages, names = ((0, 4), ("decoupled_ppo", f"tis_topr, {NO_MOMENTUM}")) if options.quick else (AGES, tuple(VARIANTS))
+    ages, names = ((0, 4), ("decoupled_ppo", "tis_topr, beta 0.5")) if options.quick else (AGES, tuple(VARIANTS))
+    name = "staleness" if options.task == "different" else f"staleness_{options.task}"
+    name += f"_minibatches_{options.minibatches}" if options.minibatches > 1 else ""
 
     def save(so_far: dict[str, Any]) -> None:
         print(f"{so_far['seeds']} seeds: {so_far['seconds']:.0f} s", file=sys.stderr)
-        if options.output is not None:
-            options.output.mkdir(parents=True, exist_ok=True)
-            name = "staleness" if options.task == "different" else f"staleness_{options.task}"
-            name += f"_minibatches_{options.minibatches}" if options.minibatches > 1 else ""
-            (options.output / f"{name}.json").write_text(json.dumps(so_far) + "\n")
-            plot(so_far, options.output / f"{name}.png")
+        if options.output is not None and not options.losses:
+            write(so_far, options.output / name)
 
-    results = measure(ages, names, 2 if options.quick else options.seeds, settings, save)
+    results = measure(ages, options.losses or names, 2 if options.quick else options.seeds, settings, save)
+    if options.losses and options.output is not None:
+        results = merged(json.loads((options.output / f"{name}.json").read_text()), results)
+        write(results, options.output / name)
     if options.json:
         print(json.dumps(results))
     else:
