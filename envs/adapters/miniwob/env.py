@@ -5,11 +5,13 @@ Tasks: Shi et al. 2017 and arXiv 1802.08802. Optional: `pip install miniwob`, an
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from roll_flash.envs.adapters.miniwob.browser import SPEC, Browser, open_browser
 from roll_flash.envs.adapters.miniwob.elements import Action, Element, read_action, read_elements
@@ -18,13 +20,14 @@ from roll_flash.envs.adapters.miniwob.pages import SCRIPT, pages_archive, url_of
 from roll_flash.envs.base import SandboxEnv, StepResult
 from roll_flash.envs.held_out import HELD_OUT_SEEDS
 from roll_flash.errors import ConfigError, EnvError
+from roll_flash.monitor.limits import usable_cores
 
 ID = "MiniWoB-v0"
 TASKS = tuple(GOLD)
 HOW = "Reply with one action and nothing else: `click N`, or `type N TEXT`. N is the number of an element."
-SEARCHED_AT_ONCE = 64
+SEARCHED_AT_ONCE = 32
 """Seeds of a page that are tried in one call for held-out problems."""
-MAX_IN_VAIN = 4
+MAX_IN_VAIN = 8
 """Calls in a row that found no other problem, after which the page has none."""
 
 
@@ -64,10 +67,11 @@ class MiniWoB(SandboxEnv):
         number, place = divmod(drawn - HELD_OUT_SEEDS if is_held_out else drawn, len(self._tasks))
         self._name = self._tasks[place]
         await self.close()
-        self._browser = await open_browser(self.sandbox, self._files)
-        await self._open_page()
-        call = await self._held_out(number) if is_held_out else f"beginTraining({number})"
-        state = await self._browser.evaluate(f"rollFlash.{call}")
+        async with _resets():
+            self._browser = await open_browser(self.sandbox, self._files)
+            await self._open_page()
+            call = await self._held_out(number) if is_held_out else f"beginTraining({number})"
+            state = await self._browser.evaluate(f"rollFlash.{call}")
         self._said = str(state["task"])
         return f"{self._said}\n{HOW}\n\n{self._shown(state)}", {"task": self._name}
 
@@ -159,4 +163,10 @@ class _HeldOut:
                 self.seeds.append(number)
 
 
+def _resets() -> asyncio.Semaphore:
+    """Return this event loop's semaphore: a reset keeps a core busy, and too many at once would all miss deadlines."""
+    return _semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(max(2, usable_cores())))
+
+
+_semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 _held_out: defaultdict[str, _HeldOut] = defaultdict(_HeldOut)
