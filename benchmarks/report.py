@@ -109,6 +109,22 @@ def _trl(found: Any) -> str:
     return ", ".join(f"{row['cpu_speedup_against_trl']:.2f}x" for row in rows) + " less"
 
 
+def _staleness(found: Any) -> str:
+    """The default and the best loss, in the worse of two tasks."""
+    both = (found, json.loads((RESULTS / "staleness_same.json").read_text()))
+    shares = {
+        name: [
+            min(each["scores"][name][age]["mean"] / each["scores"]["decoupled_ppo"]["0"]["mean"] for each in both)
+            for age in ("1", "2", "4", "8")
+        ]
+        for name in found["scores"]
+    }
+    best = max(shares, key=lambda name: sum(shares[name]))
+    return "; ".join(
+        f"{name} {', '.join(f'{share:.2f}' for share in shares[name])}" for name in ("decoupled_ppo", best)
+    )
+
+
 def _none(_: Any) -> str:
     return "not measured"
 
@@ -169,8 +185,8 @@ PAPERS = {
             "off-policy losses equal synchronous training at α 2 to 8",
             "equal",
             "staleness",
-            lambda _: "no loss does in both of two tasks",
-            "tiny model, six seeds",
+            _staleness,
+            "worse of two tasks of the tiny model, share of fresh data at ages 1, 2, 4, 8; five seeds",
         ),
         Claim("8 times the GPUs", "7.6x", "", _none, "no GPUs were at hand for it"),
         Claim(
