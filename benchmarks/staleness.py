@@ -255,11 +255,11 @@ def plot(results: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5), sharey=True)
     names = list(results["scores"])
     for index, name in enumerate(names):
         ages = list(results["scores"][name])
-        places = np.arange(len(ages)) + (index - (len(names) - 1) / 2) * 0.08
+        places = np.arange(len(ages)) + (index - (len(names) - 1) / 2) * 0.05
         means = [results["scores"][name][age]["mean"] for age in ages]
         widths = [_bar(results, name, age) for age in ages]
         style: dict[str, Any] = {"linestyle": "--", "color": "black"} if name == "uncorrected" else {}
@@ -276,10 +276,10 @@ def plot(results: dict[str, Any], path: Path) -> None:
     right.set_xlabel("step")
     right.set_title(f"learning at age {ages[-1]} (mean of seeds)")
     left.set_ylim(0, 1.02)
-    left.legend(fontsize=8, loc="lower left")
+    figure.legend(*left.get_legend_handles_labels(), fontsize=8, loc="lower center", ncols=4)
     for axis in (left, right):
         axis.grid(alpha=0.3)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
     figure.savefig(path, dpi=110)
 
 
