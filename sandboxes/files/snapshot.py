@@ -50,11 +50,11 @@ async def capture(connection: AgentConnection, spec: SandboxSpec) -> bytes:
                 what = f"sandbox {connection.name}: its files and their names take more than"
                 raise SandboxFileError(f"{what} {MAX_SNAPSHOT_BYTES >> 20} MiB, too much for a snapshot", EFBIG)
             path = f"{folder}/{os.fsdecode(entry.path)}"
-            if not room.holds(path, entry):
-                raise SandboxFileError(f"sandbox {connection.name}: its files do not fit into another like it", EFBIG)
-            # At most the bytes that are left: sizes of a sandbox are not trusted.
+            # At most the bytes that are left: sizes of a sandbox are not trusted, and a file may have grown since.
             content = await files.read_file(connection, path, left) if is_file else b""
             left -= len(content)
+            if not room.holds(path, entry, len(content)):
+                raise SandboxFileError(f"sandbox {connection.name}: its files do not fit into another like it", EFBIG)
             found.append((path, entry, content))
     return await asyncio.to_thread(_packed, found)
 
@@ -68,11 +68,10 @@ class _Room:
         """Bytes of the working directory, and of the other folder."""
         self._memory_left = (spec.memory_mb << 20) - AGENT_BYTES
 
-    def holds(self, path: str, entry: Entry) -> bool:
-        """Count one more entry; False if it does not fit."""
+    def holds(self, path: str, entry: Entry, size: int) -> bool:
+        """Count one more entry, a file of `size` bytes; False if it does not fit."""
         has_page = len(entry.target) > SHORT_LINK_BYTES
-        size = entry.size if stat.S_ISREG(entry.mode) else PAGE_BYTES * has_page
-        taken = -(-size // PAGE_BYTES) * PAGE_BYTES
+        taken = -(-size // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES * has_page
         place = path.startswith(self._workdir)
         self._left[place] -= taken
         self._memory_left -= taken

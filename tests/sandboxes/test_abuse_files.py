@@ -23,6 +23,7 @@ import pytest
 from abuse import within
 
 from roll_flash.sandboxes import Sandbox, SandboxFileError, SandboxSpec
+from roll_flash.sandboxes.client import files
 from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.client.frames import Entry
 from roll_flash.sandboxes.files import snapshot
@@ -421,6 +422,27 @@ def test_what_does_not_fit_into_another_sandbox_is_no_snapshot(provider: str, wo
 
     spec = SandboxSpec(memory_mb=64, workdir=workdir)
     assert within(provider, look, within(provider, take, spec)) == b"16777216\n"
+
+
+def test_a_file_that_grows_while_its_snapshot_is_taken_is_counted_as_it_was_read(
+    provider: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No fork of it started: only the size from before, as listed, was counted."""
+    listed = files.list_tree
+
+    async def take(sandbox: Sandbox) -> None:
+        async def grow(*args: Any) -> Any:
+            entries = await listed(*args)
+            assert (await sandbox.exec("truncate -s 17M large")).ok
+            return entries
+
+        assert (await sandbox.exec("truncate -s 1 large")).ok
+        await sandbox.snapshot()
+        monkeypatch.setattr(files, "list_tree", grow)
+        with pytest.raises(SandboxFileError, match="its files do not fit into another like it"):
+            await sandbox.snapshot()
+
+    within(provider, take, SandboxSpec(memory_mb=64))
 
 
 DEEP = """
