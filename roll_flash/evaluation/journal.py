@@ -15,7 +15,7 @@ from typing import Any
 from roll_flash.checked_files import decode, read_checked
 from roll_flash.errors import ConfigError
 from roll_flash.evaluation.budget import Budget
-from roll_flash.monitor.episodes import Outcome, episode_line, episode_record, transcript
+from roll_flash.monitor.episodes import Outcome, episode_line, episode_record, is_readable, transcript
 from roll_flash.monitor.json_lines import JsonLinesFile, encode, read_lines
 from roll_flash.run.run_dir import PRIVATE
 from roll_flash.types import EpisodeSpec
@@ -52,7 +52,8 @@ class Journal:
     def add(self, outcome: Outcome) -> None:
         record = episode_record(outcome)
         self._count(record)
-        self._file.write_line(episode_line(outcome))
+        if is_readable(line := episode_line(outcome)):  # else the next call runs its attempt again
+            self._file.write_line(line)
         path = self._folder / TRANSCRIPTS / transcript_name(record)
         path.write_text(transcript(record), encoding="utf-8", errors="replace")
 

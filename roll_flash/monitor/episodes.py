@@ -73,6 +73,13 @@ def episode_line(outcome: Outcome, worker: str | None = None) -> bytes:
     return line
 
 
+def is_readable(line: bytes) -> bool:
+    """Return False for a line of `episode_line` that is still too long to be read again, and warn of it."""
+    if len(line) > MAX_RECORD_BYTES:
+        logger.warning("an episode is not in the log: without its long texts it has %d MiB", len(line) >> 20)
+    return len(line) <= MAX_RECORD_BYTES
+
+
 def _with_short_texts(value: Any, most: int) -> Any:
     match value:
         case str():
@@ -169,10 +176,8 @@ class EpisodesWriter:
 
     def write_line(self, step: int, line: bytes) -> None:
         """Append an episode that is encoded already, by `episode_line`."""
-        if len(line) > MAX_RECORD_BYTES:
-            logger.warning("an episode is not in the log: its tokens have %d MiB", len(line) >> 20)
-            return
-        self._open(step).write_line(with_checksum(b'{"step":%d,' % step + line[1:]))
+        if is_readable(line):
+            self._open(step).write_line(with_checksum(b'{"step":%d,' % step + line[1:]))
 
     def sync(self) -> None:
         """Wait until the disk has all episodes that were written."""

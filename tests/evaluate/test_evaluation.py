@@ -19,6 +19,7 @@ from roll_flash.evaluation.comparison import compare_folders
 from roll_flash.evaluation.evaluation import evaluate, evaluate_environments, is_complete
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.evaluation.tasks import build_episodes, held_out_tasks
+from roll_flash.monitor import episodes
 from roll_flash.types import EpisodeSpec, SamplingParams, Trajectory
 
 ENV = EnvConfig(id="Maze-v0", kwargs={"size": 3}, max_turns=5)
@@ -197,6 +198,19 @@ def test_a_half_written_record_is_run_again(tmp_path: Path) -> None:
     again = ScriptedRunner(every_second_attempt)
     assert run(again, tmp_path).scored == 8
     assert len(again.ran) == 1
+
+
+def test_an_episode_whose_line_is_too_long_to_be_read_is_scored_and_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """60 branches of 200,000 tokens have 263 MiB: the folder could not be read again."""
+    monkeypatch.setattr(episodes, "MAX_RECORD_BYTES", 10)
+    assert run(ScriptedRunner(every_second_attempt), tmp_path).scored == 8
+    assert "is not in the log" in caplog.text
+    assert (tmp_path / "episodes.jsonl").read_bytes() == b""
+    monkeypatch.undo()
+    again = ScriptedRunner(every_second_attempt)
+    assert run(again, tmp_path).scored == len(again.ran) == 8
 
 
 @pytest.mark.parametrize(
