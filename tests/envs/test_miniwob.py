@@ -134,7 +134,7 @@ def test_a_wrong_answer_ends_it_and_what_is_no_action_costs_a_turn() -> None:
     async def err(open_env: Any, player: Player) -> None:
         env = await open_env()
         first, info = await env.reset(seed=1)
-        assert info == {"task": "click-test-2"}
+        assert info == {"page": "click-test-2"}  # "task" would name one problem, not a page of many
         elements = first.partition("\n\n")[2]
         assert await env.step("jump") == (
             f"This is no action; write `click N` or `type N TEXT`.\n{elements}",

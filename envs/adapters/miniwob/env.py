@@ -73,7 +73,7 @@ class MiniWoB(SandboxEnv):
             call = await self._held_out(number) if is_held_out else f"beginTraining({number})"
             state = await self._browser.evaluate(f"rollFlash.{call}")
         self._said = str(state["task"])
-        return f"{self._said}\n{HOW}\n\n{self._shown(state)}", {"task": self._name}
+        return f"{self._said}\n{HOW}\n\n{self._shown(state)}", {"page": self._name}
 
     async def step(self, action: str) -> StepResult:
         browser = self._open_browser
