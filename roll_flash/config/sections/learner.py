@@ -174,7 +174,7 @@ class LossConfig(Section):
         if async_ratio <= 0 or is_own(self.name):
             return None
         advice = (
-            "use learner.loss.name=decoupled_ppo with its correction, or topr where the policy collapses on old data, "
+            "use learner.loss.name=decoupled_ppo with its correction, or tis_topr for data two or more versions old, "
             f"or scheduler.async_ratio=0 instead of {async_ratio:g}"
         )
         if "correction" in LOSS_PARAMETERS[self.name] and self.correction == "none":
