@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from machine import machine
@@ -31,12 +32,17 @@ from roll_flash.run.results import Run  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 QUICKSTART = "configs/quickstart.yaml"
+TIS_TOPR = ["learner.loss.name=tis_topr", "learner.betas=[0.5,0.95]"]
 ALGORITHMS: dict[str, tuple[str, list[str]]] = {
     "default": (QUICKSTART, []),
     "critic": ("configs/recipes/critic.yaml", []),
     "distillation": ("configs/recipes/distill.yaml", []),
     "turn ratio": (QUICKSTART, ["learner.loss.correction_level=turn"]),
     "m2po": (QUICKSTART, ["learner.loss.name=m2po"]),
+    "default, fresh data": (QUICKSTART, ["scheduler.async_ratio=0"]),
+    "default, age 4": (QUICKSTART, ["scheduler.async_ratio=4"]),
+    "tis_topr": (QUICKSTART, TIS_TOPR),
+    "tis_topr, age 4": (QUICKSTART, [*TIS_TOPR, "scheduler.async_ratio=4"]),
 }
 """Configuration and overrides."""
 QUICK = ["model.path=tiny", "steps=2", "eval.tasks=4"]
@@ -67,13 +73,14 @@ def as_page(rows: list[dict[str, Any]]) -> str:
         "`python benchmarks/algorithms.py`: SmolLM2-135M-Instruct, ShellMath; held-out success with its 95 % interval.",
         "The teacher of the distillation is the model of the default's run of the same seed; it sees no rewards.",
         "",
-        "| algorithm | seed | before | after | steps | minutes of training | machine |",
-        "|---|---|---|---|---|---|---|",
+        "| algorithm | seed | before | after | steps | mean reward of the steps | minutes of training | machine |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         before, after = (f"{x['value']:.2f} [{x['low']:.2f}, {x['high']:.2f}]" for x in (row["before"], row["after"]))
         lines.append(
             f"| {row['algorithm']} | {row['seed']} | {before} | {after} | {len(row['rewards'])} | "
+            f"{fmean(row['rewards']):.2f} | "
             f"{row['training_minutes']:.1f} | {row['machine']} |"
         )
     return "\n".join([*lines, "", "![Mean reward of a step](algorithms.png)", ""])

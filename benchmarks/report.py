@@ -91,7 +91,7 @@ def _algorithms(found: Any) -> str:
     )
 
 
-def _textworld(found: Any) -> str:
+def _recipe(found: Any) -> str:
     rows, gain = [row for row in found["rows"] if row["order"] == "asynchronous"], found["over_seeds"]["asynchronous"]
     before, after = (fmean(row[name] for row in rows) for name in ("after_demonstrations", "after_rl"))
     low, high = gain["low"], gain["high"]
@@ -225,8 +225,8 @@ OURS = [
     Claim(
         "TextWorld Commonsense, one thing to put away",
         "",
-        "textworld",
-        _textworld,
+        "recipe_twc",
+        _recipe,
         "SmolLM2-135M, three seeds, 20 steps, 100 held-out games, beside other work",
     ),
     Claim(

@@ -6,12 +6,8 @@ other processes. So memory is mapped here and then registered with CUDA. Where t
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import mmap
-import os
-import struct
 import weakref
 from contextlib import suppress
 
@@ -19,16 +15,6 @@ import torch
 from torch import Tensor
 
 _log = logging.getLogger(__name__)
-
-DTYPES = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "BOOL": torch.bool,
-}
-"""Names of dtypes in the safetensors format."""
 
 
 def page_lock(memory: Tensor) -> bool:
@@ -55,30 +41,3 @@ def page_locked_like(described: Tensor) -> Tensor:
     if page_lock(memory):
         weakref.finalize(area, unlock, memory.data_ptr()).atexit = False  # the driver unlocks all when a process ends
     return memory.view(described.dtype).as_strided(described.size(), described.stride())
-
-
-class PageLockedFile:
-    """A safetensors file in shared memory, locked until it is closed. Raises OSError."""
-
-    def __init__(self, path: str) -> None:
-        descriptor = os.open(path, os.O_RDWR)  # CUDA locks only memory that it may write
-        try:
-            self._memory = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
-        finally:
-            os.close(descriptor)
-        (length,) = struct.unpack("<Q", self._memory[:8].numpy().tobytes())
-        self._first = 8 + length
-        self._entries = json.loads(self._memory[8 : self._first].numpy().tobytes())
-        self._is_locked = page_lock(self._memory)
-
-    def tensor(self, name: str) -> Tensor:
-        """Return a view of a tensor; valid until the file is closed."""
-        entry = self._entries[name]
-        dtype, begin = DTYPES[entry["dtype"]], self._first + entry["data_offsets"][0]
-        size = math.prod(entry["shape"]) * dtype.itemsize
-        return self._memory[begin : begin + size].view(dtype).view(entry["shape"])
-
-    def close(self) -> None:
-        if self._is_locked:
-            unlock(self._memory.data_ptr())
-            self._is_locked = False

@@ -12,13 +12,12 @@ from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from roll_flash.weight_sync.page_locked import PageLockedFile
+from roll_flash.weight_sync.mapped_file import MappedFile
 
 CPU = torch.device("cpu")
 TIED_HEAD = "lm_head.weight"
@@ -78,8 +77,8 @@ class PublishedWeights:
         self._device = device
         self._dtype = dtype
         self._open = ExitStack()
-        self._files: dict[Path, Any] = {}
-        self._locked: PageLockedFile | None = None
+        self._mapped: MappedFile | None = None
+        self._folder_files: dict[Path, MappedFile] = {}
 
     def open(self) -> PublishedWeights:
         """Open the file; return this object. Raises ValueError if the file does not match the model in the folder, or
@@ -103,13 +102,17 @@ class PublishedWeights:
 
     def close(self) -> None:
         self._open.close()
-        self._files.clear()
-        self._locked = None
+        self._folder_files.clear()
+        self._mapped = None
 
     def page_lock(self) -> None:
         """Lock the file's memory, so that a GPU copies from it by itself. Takes time; call it before a pause."""
-        self._locked = PageLockedFile(self._path)
-        self._open.callback(self._locked.close)
+        self._mapped = MappedFile(self._path, locked=True)
+        self._open.callback(self._mapped.close)
+
+    @property
+    def is_page_locked(self) -> bool:
+        return self._mapped is not None and self._mapped.is_locked
 
     def __enter__(self) -> PublishedWeights:
         return self.open()
@@ -131,24 +134,25 @@ class PublishedWeights:
             return self._merged(name)
         if name not in self.changed:
             return self._base(name)
-        if self._locked is not None:
-            return self._locked.tensor(name)
-        tensor: Tensor = self._file.get_tensor(name)
-        return tensor
+        return self._stored(name)
 
     def _merged(self, name: str) -> Tensor:
         """Merge an adapted weight, always from the one in the folder: errors of versions cannot add up."""
         layer = name.removesuffix(".weight")
-        down, up = (self._file.get_tensor(f"{layer}.{part}").to(self._device) for part in (LORA_A, LORA_B))
+        down, up = (self._stored(f"{layer}.{part}").to(self._device) for part in (LORA_A, LORA_B))
         whole = merged(self._base(name).to(self._device).float(), down, up, self._scale)
         return whole if self._dtype is None else whole.to(self._dtype)
 
     def _base(self, name: str) -> Tensor:
         path = self._folder.path(name)
-        if path not in self._files:
-            self._files[path] = self._open.enter_context(safe_open(str(path), framework="pt", device="cpu"))
-        tensor: Tensor = self._files[path].get_tensor(name)
-        return tensor
+        if path not in self._folder_files:
+            self._folder_files[path] = MappedFile(str(path))
+        return self._folder_files[path].tensor(name)
+
+    def _stored(self, name: str) -> Tensor:
+        if self._mapped is None:
+            self._mapped = MappedFile(self._path)
+        return self._mapped.tensor(name)
 
     def _check(self, whole: Collection[str], *, is_whole: bool) -> None:
         """Raises ValueError if names or shapes do not match; only a head tied to the embedding is optional."""

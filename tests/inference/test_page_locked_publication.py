@@ -27,7 +27,8 @@ from roll_flash.learner.model import lora
 from roll_flash.learner.weights import staged
 from roll_flash.learner.weights.staged import WeightStage, stored_tensors
 from roll_flash.models.prepare import resolve_model
-from roll_flash.weight_sync.page_locked import PageLockedFile, page_locked_like
+from roll_flash.weight_sync.mapped_file import MappedFile
+from roll_flash.weight_sync.page_locked import page_locked_like
 from roll_flash.weight_sync.published import ModelFolder, PublishedWeights, merged
 
 from .test_moe_publication import write_mixture
@@ -293,14 +294,14 @@ def test_only_experts_that_changed_are_left_to_the_pause(tmp_path: Path) -> None
     with published.read(published.stage(adapters, [], changed_only=True)) as weights:
         buffer.prepare(weights)
         assert not buffer.left_over.names
-        assert weights._locked is None
+        assert not weights.is_page_locked
     with published.read(published.stage(learner_model(folder), [])) as weights:
         buffer.prepare(weights)
         left = buffer.left_over
         assert left.names
         assert all(".experts." in name for name in left.names)
         assert len(left.modules) == 2
-        assert weights._locked is not None, "the pause would copy from memory that is not locked"
+        assert weights.is_page_locked, "the pause would copy from memory that is not locked"
     published.close()
 
 
@@ -393,7 +394,7 @@ def test_what_is_loaded_layer_by_layer_on_a_gpu_comes_from_locked_memory(
     read: list[bool] = []
     tensor = PublishedWeights.tensor
     monkeypatch.setattr(
-        PublishedWeights, "tensor", lambda self, name: [read.append(self._locked is not None), tensor(self, name)][1]
+        PublishedWeights, "tensor", lambda self, name: [read.append(self.is_page_locked), tensor(self, name)][1]
     )
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -504,7 +505,7 @@ def test_a_router_that_vllm_has_joined_with_another_gate_is_joined_again_in_plac
 
 def test_a_file_in_locked_memory_reads_as_itself(cuda: Cuda, tiny: Published) -> None:
     path = tiny.stage(learner_model(tiny.folder), TIED)
-    file = PageLockedFile(path)
+    file = MappedFile(path, locked=True)
     assert list(cuda.locked.values()) == [os.stat(path).st_size]
     with tiny.read(path) as weights:
         for name in weights.changed:

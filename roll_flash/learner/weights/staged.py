@@ -22,7 +22,8 @@ from roll_flash.engines.inference import StagedWeights
 from roll_flash.errors import LearnerError, ModelError
 from roll_flash.learner.model import lora
 from roll_flash.weight_sync.checkpoint_format import as_stored, converts_one_by_one
-from roll_flash.weight_sync.page_locked import DTYPES, page_lock, unlock
+from roll_flash.weight_sync.mapped_file import DTYPES
+from roll_flash.weight_sync.page_locked import page_lock, unlock
 from roll_flash.weight_sync.published import BASE_KEY, MODEL_FOLDER, SCALE, TAG, is_adapter, merged
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
