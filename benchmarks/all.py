@@ -92,6 +92,7 @@ BENCHMARKS = [
     Benchmark("long_rows", ("long_rows.py",)),
     Benchmark("recipe_twc", ("recipes.py", "twc"), needs_adapters=True),
     Benchmark("recipe_miniwob", ("recipes.py", "miniwob"), needs_adapters=True),
+    Benchmark("recipe_reasoning", ("recipes.py", "reasoning"), needs_adapters=True),
     Benchmark("bfcl", ("bfcl.py",), writes=False),
     Benchmark("agents", ("agents.py",), writes=False),
     Benchmark("plan", ("plan.py",)),

@@ -1,6 +1,6 @@
 """Recipes: held-out success of the model as it is, after demonstrations, and after RL, synchronous beside asynchronous.
 
-    python benchmarks/recipes.py {twc,miniwob} [--seeds 0 1 2] [--orders asynchronous synchronous] [--quick]
+    python benchmarks/recipes.py {twc,miniwob,reasoning} [--seeds 0 1 2] [--orders asynchronous synchronous] [--quick]
                                  [--output FOLDER] [a.b=c ...]
 
 Needs what the first lines of the recipe's config say. Trains configs/recipes/RECIPE.yaml: for each seed once
@@ -24,7 +24,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -49,11 +49,21 @@ from roll_flash.run.trained_tasks import hashes_by_task  # noqa: E402
 from roll_flash.types import Message  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
-TITLES = {
-    "twc": "TextWorld Commonsense, one thing to put away",
-    "miniwob": "MiniWoB++, pages in a real browser",
+
+
+@dataclass(frozen=True)
+class Recipe:
+    title: str
+    demonstrated: int
+    """Tasks that the environment's oracle plays, as demonstrations."""
+    lists_actions: bool = True
+
+
+RECIPES = {
+    "twc": Recipe("TextWorld Commonsense, one thing to put away", 200),
+    "miniwob": Recipe("MiniWoB++, pages in a real browser", 400),
+    "reasoning": Recipe("reasoning-gym, three data sets (RLVR)", 400, lists_actions=False),
 }
-DEMONSTRATED_TASKS = {"twc": 200, "miniwob": 400}
 ORDERS = {"asynchronous": "scheduler.async_ratio=1", "synchronous": "scheduler.async_ratio=0"}
 RUN_TIMEOUT_S = 4 * 3600.0
 QUICK = [
@@ -140,14 +150,14 @@ def by_task(compared: Comparison) -> dict[str, float]:
 
 
 def as_page(result: dict[str, Any]) -> str:
+    shown_random = f"Random actions {result['random']:.2f}. " if "random" in result else ""
     lines = [
-        f"# {TITLES[result['recipe']]}",
+        f"# {RECIPES[result['recipe']].title}",
         "",
         f"`{result['command']}` on {result['machine']}. Success on {result['rows'][0]['difference']['count']} held-out "
         f"tasks that differ, at most {result['turns']} turns.",
         "",
-        f"Random actions {result['random']:.2f}; the tasks' own solutions {result['gold']:.2f}; the model as it is "
-        f"{result['zero_shot']:.2f}.",
+        f"{shown_random}The tasks' own solutions {result['gold']:.2f}; the model as it is {result['zero_shot']:.2f}.",
         "",
         "| run | seed | after demonstrations | after RL | difference (95 %, paired by task) | steps | minutes of RL |",
         "|---|---|---|---|---|---|---|",
@@ -207,12 +217,13 @@ def save(result: dict[str, Any], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", choices=list(TITLES))
+    parser.add_argument("recipe", choices=list(RECIPES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--orders", nargs="+", choices=list(ORDERS), default=list(ORDERS))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options, keys = parse(parser)
+    recipe = RECIPES[options.recipe]
     with tempfile.TemporaryDirectory() as folder:
         runs = Path(folder)
         demonstrations = runs / "demonstrations.jsonl"
@@ -220,17 +231,18 @@ def main() -> None:
         config = load_config(ROOT / config_of(options.recipe), overrides)
         (env,), tasks = config.envs, config.eval.tasks
         kwargs = [f"{key}={json.dumps(value)}" for key, value in env.kwargs.items()]
-        seeds = str(8 if options.quick else DEMONSTRATED_TASKS[options.recipe])
+        seeds = str(8 if options.quick else recipe.demonstrated)
         command("envs", "demonstrate", env.id, *kwargs, "--seeds", seeds, "-o", str(demonstrations))
         result: dict[str, Any] = {
             "recipe": options.recipe,
             "machine": machine(),
             "command": " ".join(["python benchmarks/recipes.py", *sys.argv[1:]]),
             "turns": env.max_turns,
-            "random": asyncio.run(play(random_actions(random.Random(0)), env, tasks)),
             "gold": asyncio.run(play(oracle, env, tasks)),
             "rows": [],
         }
+        if recipe.lists_actions:
+            result["random"] = asyncio.run(play(random_actions(random.Random(0)), env, tasks))
         shot = command("eval", config_of(options.recipe), "--out", str(runs / "zero-shot"), *overrides)
         result["zero_shot"] = shot["success"]["value"]
         for seed in [0] if options.quick else options.seeds:
