@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
@@ -68,10 +69,14 @@ class Owner:
         return not lives if lives is not None else age_s > FOREIGN_AGE_S
 
     def lives(self) -> bool | None:
-        """True if the process runs. None if it belongs to another machine or process namespace (unknown)."""
+        """True if the process runs. None if it belongs to another machine or process namespace, or if /proc hides it
+        (unknown)."""
         if self.boot != boot_id():
             return None
-        return process_started(self.pid) == self.started
+        try:
+            return process_started(self.pid) == self.started
+        except PermissionError:
+            return None
 
 
 def boot_id() -> str:
@@ -86,10 +91,17 @@ def short_boot_id() -> str:
 
 
 def process_started(pid: int) -> int | None:
-    """Return the clock ticks from boot to the start of a process; None if it does not exist or is a zombie."""
+    """Return the clock ticks from boot to the start of a process; None if it does not exist or is a zombie.
+
+    Raises PermissionError for a process of another user that /proc hides (mounted with `hidepid`).
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+    except ProcessLookupError:
+        return None
+    except FileNotFoundError:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 0)  # sends nothing
         return None
     fields = stat[stat.rindex(")") + 2 :].split()
     return None if fields[0] in "ZX" else int(fields[_STARTED_FIELD])

@@ -19,7 +19,7 @@ import pytest
 
 from roll_flash.sandboxes import SandboxPool, list_sandboxes, reap
 from roll_flash.sandboxes.local.cgroup import can_limit
-from roll_flash.sandboxes.owner import process_started
+from roll_flash.sandboxes.owner import Owner, process_started
 
 GONE_WITHIN_S = 30.0
 """The benchmark holds it to 2 s; here the machine may be busy."""
@@ -201,3 +201,23 @@ def test_a_live_sandbox_is_not_swept_from_another_process_namespace() -> None:
 @pytest.mark.docker
 def test_the_listing_can_be_written_as_json(docker: str) -> None:
     json.dumps([dataclasses.asdict(entry) for entry in list_sandboxes()])
+
+
+HIDDEN = """
+import os, sys
+from roll_flash.sandboxes.owner import Owner
+os.setgroups([]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)
+print(*(Owner.parse(owner).lives() for owner in sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount /proc")
+@pytest.mark.parametrize("hidepid", ["1", "2"])
+def test_a_controller_that_proc_hides_from_other_users_is_not_taken_for_dead(hidepid: str) -> None:
+    """One user's runs would remove the sandboxes of all others."""
+    mount = f'mount -t proc -o hidepid={hidepid} proc /proc && exec "$@"'
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    owners = [str(Owner.current()), str(dataclasses.replace(Owner.current(), pid=ended.pid))]
+    command = ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-c", HIDDEN, *owners]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "None False\n"
