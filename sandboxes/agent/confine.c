@@ -46,10 +46,19 @@ static const int refused[] = {
     SYS_settimeofday, SYS_clock_settime, SYS_clock_adjtime, SYS_adjtimex, SYS_sethostname, SYS_setdomainname,
     SYS_sync, /* writes out all that the machine has not written yet; nothing in a sandbox lies on a disk */
     SYS_lookup_dcookie, SYS_vhangup, SYS_nfsservctl, SYS_move_pages, SYS_migrate_pages,
+    447, /* memfd_secret (Linux 5.14): each page splits the kernel's own map of memory, which slows the whole machine */
 #if defined(__x86_64__)
     SYS_iopl, SYS_ioperm, SYS_modify_ldt, SYS_uselib, SYS_ustat, SYS_sysfs,
 #endif
 };
+
+/* Nothing that code here writes lies on a disk, but files that it can read do: to write out one of those (the image, the
+ * passwd file) makes the machine's disk empty its cache, as `sync` does. */
+static const int writing_out[] = {SYS_syncfs, SYS_fsync, SYS_fdatasync};
+
+/* A command that another one makes idle before its program runs gets no processor while 40 others are busy, and the agent
+ * waits for it; one that made itself idle would not even die. Within a sandbox priorities serve nothing else. */
+static const int setting_priority[] = {SYS_setpriority, SYS_sched_setscheduler, SYS_sched_setparam, SYS_sched_setattr};
 
 /* An access list of 64 KiB for each file is memory of the kernel that no limit counts: 8 GiB in the 131,072 files of a
  * sandbox. The names of attributes are out of reach of a filter; programs that copy files do without on ENOTSUP. */
@@ -110,6 +119,15 @@ static void give(uint32_t verdict) { rule(BPF_RET | BPF_K, verdict, 0, 0); }
 static void if_equal(uint32_t value, unsigned char skip_otherwise) { rule(BPF_JMP | BPF_JEQ | BPF_K, value, 0, skip_otherwise); }
 
 static uint32_t fail_with(int error) { return SECCOMP_RET_ERRNO | (uint32_t)error; }
+
+static void refuse_all(const int *calls, size_t count, int error) {
+    for (size_t i = 0; i < count; i++) {
+        if_equal((uint32_t)calls[i], 1);
+        give(fail_with(error));
+    }
+}
+
+#define REFUSE_ALL(calls, error) refuse_all(calls, sizeof calls / sizeof *calls, error)
 
 static void refuse_with(int call, int argument, uint32_t value) {
     if_equal((uint32_t)call, 4);
@@ -260,17 +278,11 @@ static void refuse_what_root_shares(void) {
 
 void confine(void) {
     refuse_foreign_calls();
-    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
-        if_equal((uint32_t)refused[i], 1);
-        give(fail_with(EPERM));
-    }
-    for (size_t i = 0; i < sizeof setting_attributes / sizeof *setting_attributes; i++) {
-        if_equal((uint32_t)setting_attributes[i], 1);
-        give(fail_with(ENOTSUP));
-    }
-    if_equal(SYS_syncfs, 1); /* of a folder that a mount has from the machine; programs take a failure for lost data */
-    give(fail_with(0));
+    REFUSE_ALL(refused, EPERM);
+    REFUSE_ALL(setting_attributes, ENOTSUP);
+    REFUSE_ALL(writing_out, 0); /* programs take a failure for lost data */
     keep_agent_as_it_is();
+    REFUSE_ALL(setting_priority, 0); /* of all but the agent: a failure would end programs that only want to be polite */
     refuse_with(SYS_prctl, 0, SCHED_CORE);
     refuse_with(SYS_fcntl, 1, F_SETLEASE); /* an open of a leased file blocks: the agent would block for 45 s */
     refuse_with(SYS_fcntl, 1, SET_DELEGATION);

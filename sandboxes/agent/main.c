@@ -109,10 +109,8 @@ static void loop(int signals) {
         if (entries[2].revents & (POLLERR | POLLNVAL)) _exit(0);
         commands_ready(entries + 3, count - 2);
         if (entries[1].revents) {
-            struct signalfd_siginfo information;
-            while (read(signals, &information, sizeof information) > 0) {
-            }
-            commands_reap();
+            struct signalfd_siginfo information; /* there is one at most, and code inside may send the next at once */
+            if (read(signals, &information, sizeof information) > 0) commands_reap();
         }
         if (entries[0].revents) wire_read();
         dispatch_all();

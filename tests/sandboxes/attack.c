@@ -214,6 +214,21 @@ static long chain(int chains, int ignores_term, int in_threads) {  // whose firs
     for (;;) pause();
 }
 
+static long idle_all(long busy) {  // whatever starts, as soon as it does, while others use all processors
+    struct sched_param none = {0};
+    setsid();
+    for (long i = 0; i < busy; i++)
+        if (fork() == 0)
+            for (volatile long count = 0;; count++) {}
+    for (;;) {
+        pid_t newest = fork();
+        if (newest == 0) _exit(0);
+        if (newest < 0 || waitpid(newest, NULL, 0) < 0) continue;
+        for (int round = 0; round < 100000; round++)
+            for (pid_t next = newest + 1; next < newest + 20; next++) syscall(SYS_sched_setscheduler, next, 5 /* SCHED_IDLE */, &none);
+    }
+}
+
 static long stop_all(void) {  // whatever starts, as soon as it does
     usleep(300000);  // the command that started it has ended by then
     for (;;) kill(-1, SIGSTOP);
@@ -348,9 +363,24 @@ static long change_agent(const char *what) {  // process 1 has this program's us
     if (!strcmp(what, "nice-group")) return setpriority(PRIO_PGRP, 1, 19);
     if (!strcmp(what, "nice-user")) return setpriority(PRIO_USER, 0, 19);
     if (!strcmp(what, "processors")) return sched_setaffinity(1, sizeof first, &first);
-    if (!strcmp(what, "idle")) return sched_setscheduler(1, SCHED_IDLE, &none);
+    if (!strcmp(what, "idle")) return syscall(SYS_sched_setscheduler, 1, 5 /* SCHED_IDLE */, &none);
     if (!strcmp(what, "io-idle")) return syscall(SYS_ioprio_set, 1, 1, 3 << 13);
     return syscall(SYS_ioprio_set, 3, getuid(), 3 << 13);
+}
+
+static long change_priority(const char *what) {  // of a process that is starting, and of this one
+    struct sched_param none = {0};
+    uint64_t attributes[6] = {48 | 5ull << 32};  // SCHED_IDLE
+    for (int other = 0; other < 2; other++) {
+        pid_t pid = other ? fork() : 0;
+        if (other && pid == 0) return pause();
+        long result = !strcmp(what, "nice")   ? setpriority(PRIO_PROCESS, (id_t)pid, 19)
+                      : !strcmp(what, "idle") ? syscall(SYS_sched_setscheduler, pid, 5 /* SCHED_IDLE */, &none)
+                                              : syscall(SYS_sched_setattr, pid, attributes, 0);
+        printf("%ld %d %d\n", result, getpriority(PRIO_PROCESS, (id_t)pid), (int)syscall(SYS_sched_getscheduler, pid));
+        if (other) kill(pid, SIGKILL);
+    }
+    return 0;
 }
 
 static long change_core(void) {  // 0 would let a pipe in core_pattern have it
@@ -464,10 +494,13 @@ int main(int count, char **words) {
     if (!strcmp(what, "mark")) return told(change_mark());
     if (!strcmp(what, "agent")) return told(change_agent(words[2]));
     if (!strcmp(what, "lease")) return (int)lease(words[2]);
+    if (!strcmp(what, "priority")) return (int)change_priority(words[2]);
     if (!strcmp(what, "core")) return told(change_core());
     if (!strcmp(what, "connections")) return told(fill_connections((int)number));
     if (!strcmp(what, "sync")) return told(syscall(SYS_sync));
     if (!strcmp(what, "syncfs")) return told(syscall(SYS_syncfs, -1));
+    if (!strcmp(what, "fsync")) return told(fsync(-1) | fdatasync(-1));
+    if (!strcmp(what, "secret-memory")) return told(syscall(447, 0));
     if (!strcmp(what, "core-scheduling")) return told(prctl(62, 1, 0, 0, 0));
     if (!strcmp(what, "aio")) return told(syscall(SYS_io_setup, 1, &(aio_context_t){0}));
     if (!strcmp(what, "page-policy")) return told(page_policy());
@@ -478,6 +511,7 @@ int main(int count, char **words) {
     if (!strcmp(what, "alarm-clock")) return told(alarm_clock((int)number));
     if (!strcmp(what, "wake-by-memory")) return told(wake_by_memory());
     if (!strcmp(what, "set-signal")) return told(fcntl(socket(AF_INET, SOCK_STREAM, 0), F_SETSIG, (int)number));
+    if (!strcmp(what, "idle-all")) return told(idle_all(number));
     if (!strcmp(what, "stop-all")) return told(stop_all());
     if (!strcmp(what, "forks")) return told(forks());
     if (!strcmp(what, "memory")) return told(fill_memory());

@@ -24,6 +24,18 @@ def test_whoever_stops_each_command_before_it_has_begun_does_not_hold_up_the_age
     within(provider, stop)
 
 
+def test_whoever_makes_each_command_idle_before_it_has_begun_does_not_hold_up_the_agent(provider: str) -> None:
+    async def make_idle(sandbox: Sandbox) -> None:
+        await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
+        assert (await sandbox.exec("/tmp/attack idle-all 40 > /dev/null 2>&1 &")).ok
+        await asyncio.sleep(0.5)
+        for _ in range(5):
+            assert (await sandbox.exec(["/bin/echo", "x"], timeout=10)).stdout == b"x\n"
+        await sandbox.kill_all()
+
+    within(provider, make_idle, SandboxSpec(cpus=2))
+
+
 @pytest.mark.docker
 @pytest.mark.parametrize("writable_root", [False, True])
 def test_root_that_replaces_dev_null_by_a_pipe_does_not_hold_up_the_agent(docker: str, writable_root: bool) -> None:

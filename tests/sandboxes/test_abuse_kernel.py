@@ -34,6 +34,7 @@ def assert_refused(output: bytes) -> None:
         ("aio",),
         ("sync",),
         ("core-scheduling",),
+        ("secret-memory",),
         ("page-policy",),
         ("bpf",),
         ("keyctl",),
@@ -200,6 +201,7 @@ def test_nothing_of_the_machine_is_written_out_for_a_sandbox(provider: str) -> N
     """It would write out all that the machine has not written yet, and no timeout ends a program that waits for that.
     For programs, which have nothing on a disk, it is done."""
     assert attempt(provider, "syncfs").stdout == b"0\n"
+    assert attempt(provider, "fsync").stdout == b"0\n"
     assert shell(provider, "sync && sync -f /sandbox").exit_code == 0
 
 
@@ -298,6 +300,12 @@ def test_the_agents_limits_and_priorities_cannot_be_changed(provider: str) -> No
         assert (await sandbox.exec(told)).stdout_text.splitlines() == before.decode().splitlines()
 
     within(provider, change)
+
+
+@pytest.mark.parametrize("call", ["nice", "idle", "attributes"])
+def test_priorities_stay_as_they_are_whatever_a_program_sets(provider: str, call: str) -> None:
+    """A command that another one makes idle before its program runs would hold up the agent, which waits for it."""
+    assert attempt(provider, "priority", call).stdout == b"0 0 0\n0 0 0\n"
 
 
 def test_what_crashes_is_given_to_no_program_of_the_machine(provider: str) -> None:
