@@ -98,6 +98,7 @@ static int remove_at(int parent, const char *name, int depth) {
     if (folder < 0 && errno == EACCES && fchmodat(parent, name, 0700, 0) == 0)
         folder = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (folder < 0) return errno;
+    fchmod(folder, 0700); /* folders of a package may be read-only, as those of Go's are */
     DIR *directory = fdopendir(folder);
     int error = directory ? 0 : errno;
     if (!directory) {

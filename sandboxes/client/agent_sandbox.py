@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from roll_flash.sandboxes.client import files
 from roll_flash.sandboxes.client.commands import Command, CommandStream, inside, run_command
 from roll_flash.sandboxes.client.connection import AgentConnection
 from roll_flash.sandboxes.client.forward import Forward
-from roll_flash.sandboxes.client.reset import describe_folders, is_reusable, reset
+from roll_flash.sandboxes.client.reset import MAX_AGE_S, describe_folders, is_reusable, reset
 from roll_flash.sandboxes.client.shell import Shell
 from roll_flash.sandboxes.client.usage import read_usage
 from roll_flash.sandboxes.errors import SandboxDied, SandboxSpecError, SandboxUnreachable
@@ -73,6 +74,7 @@ class AgentSandbox:
         self._open_beside = open_beside
         self._open_fresh = open_fresh
         self._reusable = reusable
+        self._opened = time.monotonic()
         self._child_sandboxes: list[Sandbox] = []
         """Sandboxes opened by `beside` and `fresh`; they end with this one at the latest."""
         self._opening: set[asyncio.Task[Sandbox]] = set()
@@ -249,6 +251,7 @@ class AgentSandbox:
     async def reset(self) -> bool:
         if (
             not self._reusable
+            or time.monotonic() - self._opened > MAX_AGE_S
             or self._child_sandboxes
             or self._opening
             or not await reset(self._connection, self.spec, self._folders)

@@ -10,12 +10,16 @@ from roll_flash.sandboxes.client.connection import AgentConnection
 from roll_flash.sandboxes.client.files import kill_all, list_tree, remove
 from roll_flash.sandboxes.errors import SandboxError, SandboxFileError
 from roll_flash.sandboxes.files.snapshot import populate
+from roll_flash.sandboxes.owner import FOREIGN_AGE_S
 from roll_flash.sandboxes.result import ExecResult
 from roll_flash.sandboxes.spec import SandboxSpec
 
 WRITABLE = ("/tmp", "/dev/shm", "/dev/mqueue")
 TERMINALS = ("/dev/pts", "/dev/pts/ptmx")
 """They belong to the user of a local sandbox, who may change their modes and times, but add nothing."""
+MAX_AGE_S = FOREIGN_AGE_S / 2
+"""Age in seconds from which a sandbox is not reused. Controllers on other machines, which cannot see whether its own
+lives, take it for a leftover after twice that."""
 TIMEOUT_S = 5.0
 MAX_OUTPUT_BYTES = 1 << 16
 LEFTOVERS_COMMAND = (

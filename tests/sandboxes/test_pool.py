@@ -30,7 +30,7 @@ from roll_flash.sandboxes import (
     list_sandboxes,
     providers,
 )
-from roll_flash.sandboxes.client import reset
+from roll_flash.sandboxes.client import agent_sandbox, reset
 from roll_flash.sandboxes.owner import Owner
 from roll_flash.sandboxes.pool import sandbox_pool
 from roll_flash.sandboxes.pool.warm import WarmSandboxes
@@ -434,6 +434,34 @@ def test_a_sandbox_that_cannot_be_made_new_is_closed_and_counted(
             assert pool.stats().reused == 0
 
     asyncio.run(spoil())
+
+
+def test_a_sandbox_that_others_may_soon_take_for_a_leftover_is_not_reused(
+    provider: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_sandbox, "MAX_AGE_S", 0.0)
+
+    async def lease() -> None:
+        async with SandboxPool(provider=provider, size=0, reuse=True) as pool:
+            async with pool.lease():
+                pass
+            await until(lambda: pool.stats().not_reused == 1)
+
+    asyncio.run(lease())
+
+
+def test_folders_that_their_owner_may_not_write_to_are_removed(provider: str) -> None:
+    """Go's package folders are so; with reuse they are gone for the next lease."""
+
+    async def make() -> None:
+        async with SandboxPool(provider=provider, size=0, reuse=True) as pool:
+            async with pool.lease() as first:
+                assert (await first.exec("mkdir -p a/b c/d && touch a/b/f c/d/f && chmod 555 a a/b c c/d")).ok
+                await first.remove("a")
+                assert (await first.exec("echo *")).stdout == b"c\n"
+            await until(lambda: pool.stats().reused == 1)
+
+    asyncio.run(make())
 
 
 CLOSED = """
