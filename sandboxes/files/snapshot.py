@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
 import posixpath
 import stat
 import tarfile
@@ -22,6 +21,7 @@ from roll_flash.sandboxes.errors import SandboxFileError
 from roll_flash.sandboxes.files.archive_stream import BLOCK, ArchiveError, Blocks, Budget, decompressed
 from roll_flash.sandboxes.files.archives import max_packed
 from roll_flash.sandboxes.files.tar_reader import Member, tar_members
+from roll_flash.sandboxes.files.tree_model import decoded
 from roll_flash.sandboxes.files.trees import MAX_ENTRIES, is_safe_name
 from roll_flash.sandboxes.spec import SandboxSpec
 
@@ -49,7 +49,7 @@ async def capture(connection: AgentConnection, spec: SandboxSpec) -> bytes:
             if total > MAX_SNAPSHOT_BYTES:
                 what = f"sandbox {connection.name}: its files and their names take more than"
                 raise SandboxFileError(f"{what} {MAX_SNAPSHOT_BYTES >> 20} MiB, too much for a snapshot", EFBIG)
-            path = f"{folder}/{os.fsdecode(entry.path)}"
+            path = f"{folder}/{decoded(entry.path)}"
             # At most the bytes that are left: sizes of a sandbox are not trusted, and a file may have grown since.
             content = await files.read_file(connection, path, left) if is_file else b""
             left -= len(content)
@@ -102,7 +102,7 @@ def _places(spec: SandboxSpec) -> tuple[str, ...]:
 def _packed(found: list[tuple[str, Entry, bytes]]) -> bytes:
     """Runs in a thread: headers of 40,000 entries take seconds."""
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT, encoding="utf-8") as archive:
         for path, entry, content in found:
             member = tarfile.TarInfo(path.lstrip("/"))
             member.mode = stat.S_IMODE(entry.mode) & 0o777
@@ -110,7 +110,7 @@ def _packed(found: list[tuple[str, Entry, bytes]]) -> bytes:
             if stat.S_ISDIR(entry.mode):
                 member.type = tarfile.DIRTYPE
             elif stat.S_ISLNK(entry.mode):
-                member.type, member.linkname = tarfile.SYMTYPE, os.fsdecode(entry.target)
+                member.type, member.linkname = tarfile.SYMTYPE, decoded(entry.target)
             elif not stat.S_ISREG(entry.mode):
                 continue
             archive.addfile(member, io.BytesIO(content))

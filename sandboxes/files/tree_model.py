@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -23,6 +22,16 @@ class EscapesTree(Exception):
     """A name or a link leaves its tree, or it is unknown where it leads."""
 
 
+def encoded(name: str) -> bytes:
+    """Return the bytes of a name or target. A sandbox has UTF-8, whatever the locale of this process says."""
+    return name.encode("utf-8", "surrogateescape")
+
+
+def decoded(raw: bytes) -> str:
+    """Return the name or target with these bytes; invalid UTF-8 bytes become surrogates."""
+    return raw.decode("utf-8", "surrogateescape")
+
+
 @dataclass(slots=True, eq=False)
 class Folder:
     above: Folder | None = None
@@ -38,7 +47,7 @@ class Folder:
     def make_folder(self, name: str) -> Folder:
         """Create a folder in this one. Raises EscapesTree if it is nested too deep for common tools."""
         made = Folder(self, self.depth + 1, self.path_of(name))
-        if made.depth > MAX_DEPTH or len(os.fsencode(made.path)) > MAX_PATH_BYTES:
+        if made.depth > MAX_DEPTH or len(encoded(made.path)) > MAX_PATH_BYTES:
             raise EscapesTree(f"{made.path[:80]!r}… lies too deep")
         self.members[name] = made
         return made
@@ -65,7 +74,7 @@ def parts_of(name: str) -> list[str]:
     parts = name.split("/")
     if "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise EscapesTree(f"{name[:80]!r} is no plain path below the folder")
-    too_long = len(os.fsencode(name)) > MAX_PATH_BYTES or any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in parts)
+    too_long = len(encoded(name)) > MAX_PATH_BYTES or any(len(encoded(part)) > MAX_NAME_BYTES for part in parts)
     if too_long or len(parts) > MAX_DEPTH + 1:
         raise EscapesTree(f"{name[:80]!r}… is too long for a path")
     return parts
@@ -115,7 +124,7 @@ def follow(folder: Folder, target: str, count: Callable[[], None]) -> Node | Non
 def _reversed_parts(target: str) -> list[str]:
     if target.count("/") >= MAX_STEPS:
         raise EscapesTree(f"a link to {target[:80]!r} leads through too much")
-    if not target or target.startswith("/") or "\0" in target or len(os.fsencode(target)) > MAX_PATH_BYTES:
+    if not target or target.startswith("/") or "\0" in target or len(encoded(target)) > MAX_PATH_BYTES:
         raise EscapesTree(f"a link to {target[:80]!r} leads out of the folder")
     return target.split("/")[::-1]
 

@@ -10,6 +10,7 @@ from errno import EBADF, EINVAL
 from pathlib import Path
 
 from roll_flash.sandboxes.errors import SandboxFileError
+from roll_flash.sandboxes.files.tree_model import encoded
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -43,12 +44,12 @@ class TreeWriter:
     def make_folders(self, paths: list[str]) -> None:
         for path in paths:
             with self._parent_of(path) as (folder, name):
-                os.mkdir(name, 0o755, dir_fd=folder)
+                os.mkdir(encoded(name), 0o755, dir_fd=folder)
 
     def write_file(self, path: str, data: bytes, mode: int, *, goes_on: bool = False) -> None:
         """Write a new file, or with `goes_on` more of one that was written before."""
         with self._parent_of(path) as (folder, name):
-            fd = os.open(name, _MORE_OF_FILE if goes_on else _NEW_FILE, mode, dir_fd=folder)
+            fd = os.open(encoded(name), _MORE_OF_FILE if goes_on else _NEW_FILE, mode, dir_fd=folder)
             with os.fdopen(fd, "ab" if goes_on else "wb") as file:
                 file.write(data)
 
@@ -56,7 +57,7 @@ class TreeWriter:
         """Create symbolic links; `links`: pairs (path, target)."""
         for path, target in links:
             with self._parent_of(path) as (folder, name):
-                os.symlink(target, name, dir_fd=folder)
+                os.symlink(encoded(target), encoded(name), dir_fd=folder)
 
     @contextmanager
     def _parent_of(self, path: str) -> Iterator[tuple[int, str]]:
@@ -65,7 +66,7 @@ class TreeWriter:
             folder = self._open_root()
             try:
                 for part in above:
-                    inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+                    inner = os.open(encoded(part), _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
                     os.close(folder)
                     folder = inner
                 yield folder, name

@@ -18,7 +18,17 @@ from roll_flash.sandboxes.client.connection import AgentConnection
 from roll_flash.sandboxes.client.frames import Entry
 from roll_flash.sandboxes.errors import SandboxFileError
 from roll_flash.sandboxes.files.archives import max_packed, unpack
-from roll_flash.sandboxes.files.tree_model import EscapesTree, File, Folder, Link, StepCounter, follow, parts_of, walk
+from roll_flash.sandboxes.files.tree_model import (
+    EscapesTree,
+    File,
+    Folder,
+    Link,
+    StepCounter,
+    decoded,
+    follow,
+    parts_of,
+    walk,
+)
 from roll_flash.sandboxes.files.tree_writer import TreeWriter
 
 MAX_ENTRIES = 20_000
@@ -50,7 +60,7 @@ def _plan(entries: list[Entry]) -> _Plan:
     known = {"": Folder()}
     links: list[tuple[Folder, str, str]] = []
     for entry in entries:
-        path = os.fsdecode(entry.path)
+        path = decoded(entry.path)
         above, _, name = path.rpartition("/")
         folder = known.get(above)
         if not is_safe_name(entry.path) or folder is None or name in folder.members:
@@ -62,8 +72,8 @@ def _plan(entries: list[Entry]) -> _Plan:
             plan.files.append((entry, path))
             folder.members[name] = File(entry.mode, entry.size)
         elif stat.S_ISLNK(entry.mode):
-            folder.members[name] = Link(os.fsdecode(entry.target))
-            links.append((folder, path, os.fsdecode(entry.target)))
+            folder.members[name] = Link(decoded(entry.target))
+            links.append((folder, path, decoded(entry.target)))
         else:
             plan.left_out.append(path)
     count = StepCounter(len(entries))
@@ -78,7 +88,7 @@ def _plan(entries: list[Entry]) -> _Plan:
 def is_safe_name(raw: bytes) -> bool:
     """True for a relative path that stays below its start."""
     try:
-        parts_of(os.fsdecode(raw))
+        parts_of(decoded(raw))
     except EscapesTree:
         return False
     return True
@@ -217,9 +227,9 @@ def _read_part(contents: BinaryIO, offset: int, size: int, start: int) -> bytes:
     return os.pread(contents.fileno(), min(files.PART_BYTES, size - start), offset + start)
 
 
-def _read_part_of(member: Path, size: int, start: int) -> bytes:
+def _read_part_of(member: bytes, size: int, start: int) -> bytes:
     """Read part of a file, which may have grown since: at most `size` bytes of it."""
-    with member.open("rb", buffering=0) as opened:
+    with open(member, "rb", buffering=0) as opened:
         return os.pread(opened.fileno(), min(files.PART_BYTES, size - start), start)
 
 
@@ -238,18 +248,20 @@ def _read_archive(source: Path, limit: int) -> bytes:
 
 def _of_folder(source: Path, max_bytes: int, max_entries: int) -> _Outgoing:
     outgoing, total, count = _Outgoing(), 0, 0
+    root = os.fsencode(source)
     try:
-        for folder, folders, names in os.walk(source, onerror=_raise):
+        for folder, folders, names in os.walk(root, onerror=_raise):
             for name in (*folders, *names):
-                member = Path(folder) / name
-                status = member.lstat()
+                member = os.path.join(folder, name)
+                status = os.lstat(member)
                 count += 1
                 total += status.st_size if stat.S_ISREG(status.st_mode) else 0
                 if count > max_entries or total > max_bytes:
                     raise SandboxFileError(f"{source} has more than {max_entries} members or {max_bytes} bytes", EFBIG)
-                _add(outgoing, member, str(member.relative_to(source)), status)
+                _add(outgoing, member, decoded(os.path.relpath(member, root)), status)
     except OSError as error:
-        raise SandboxFileError(f"{error.filename} cannot be read: {error.strerror}", error.errno or EINVAL) from None
+        what = os.fsdecode(error.filename)
+        raise SandboxFileError(f"{what} cannot be read: {error.strerror}", error.errno or EINVAL) from None
     return outgoing
 
 
@@ -257,13 +269,13 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _add(outgoing: _Outgoing, member: Path, name: str, status: os.stat_result) -> None:
+def _add(outgoing: _Outgoing, member: bytes, name: str, status: os.stat_result) -> None:
     mode = status.st_mode
     if stat.S_ISDIR(mode):
         outgoing.folders.append(name)
     elif stat.S_ISREG(mode):
         outgoing.files.append((name, mode, partial(_read_part_of, member, status.st_size)))
     elif stat.S_ISLNK(mode):
-        outgoing.links.append((name, os.readlink(member)))
+        outgoing.links.append((name, decoded(os.readlink(member))))
     else:
-        outgoing.left_out.append(str(member))
+        outgoing.left_out.append(os.fsdecode(member))

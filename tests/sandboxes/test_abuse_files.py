@@ -98,6 +98,23 @@ def test_absurd_names_come_out_as_they_are(provider: str, tmp_path: Path) -> Non
     assert found == {raw: str(number) for number, raw in enumerate(names)}
 
 
+def test_names_are_those_of_the_sandbox_whatever_the_locale_of_this_machine_is(
+    provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a locale that is not UTF-8 no sandbox with such a file could be copied or forked."""
+    names = sorted([b"\xff", "späße".encode(), "€".encode()])
+
+    async def name(sandbox: Sandbox) -> None:
+        for raw in names:
+            await sandbox.write("d/" + raw.decode(errors="surrogateescape"), "x")
+        monkeypatch.setattr(os, "fsdecode", lambda name: name if isinstance(name, str) else name.decode("latin-1"))
+        await sandbox.get_tree("d", tmp_path / "out")
+        await sandbox.snapshot()
+
+    within(provider, name)
+    assert sorted(os.listdir(bytes(tmp_path / "out"))) == names
+
+
 def test_a_tree_with_links_out_of_it_comes_out_without_them(provider: str, tmp_path: Path, secret: Path) -> None:
     async def fetch(sandbox: Sandbox) -> list[str]:
         line = f"mkdir -p d/e; ln -s {secret} d/a; ln -s ../../../x d/b; ln -s .. d/e/up; ln -s e d/fine; mkfifo d/p; "

@@ -22,6 +22,7 @@ from roll_flash.errors import EnvError
 from roll_flash.processes.background import call_in_thread
 from roll_flash.sandboxes import Sandbox
 from roll_flash.sandboxes.errors import SandboxFileError
+from roll_flash.sandboxes.files.tree_model import decoded, encoded
 from roll_flash.sandboxes.scratch import make_scratch_folder
 
 VERIFIER_LOGS = "/logs/verifier"
@@ -129,12 +130,18 @@ def _gone(image: Path, of_image: Sequence[str], work: Path, left_out: Set[str]) 
         kind = _kind(image / name)
         return name in left_out or (kind in (stat.S_IFDIR, stat.S_IFREG) and kind == _kind(work / name))
 
-    gone = [name for name in of_image if not is_kept(name)]
+    left_out = {_on_disk(name) for name in left_out}
+    gone = [name for name in map(_on_disk, of_image) if not is_kept(name)]
     for folder, folders, files in os.walk(image):
         names = {member: str((Path(folder) / member).relative_to(image)) for member in (*folders, *files)}
         gone += [name for name in names.values() if not is_kept(name)]
         folders[:] = [member for member in folders if is_kept(names[member])]
-    return gone
+    return [decoded(os.fsencode(name)) for name in gone]
+
+
+def _on_disk(name: str) -> str:
+    """Return a name of a sandbox as this machine's locale has it."""
+    return os.fsdecode(encoded(name))
 
 
 def _kind(path: Path) -> int | None:
