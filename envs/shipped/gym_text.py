@@ -40,13 +40,16 @@ _BACKGROUNDS = ("41", "42", "43")
 """Background colours that mark the player in gymnasium's pictures."""
 _EACH_MOVE_COSTS = ("CliffWalking", "Taxi", "MountainCar", "Acrobot")
 _ENDS_WITH_SUCCESS = ("CliffWalking", "Taxi")
+_CUT_OFF = {"Blackjack": -1.0}
+"""Reward of a game that was not played to its end: 0 would be more than the best player earns on average."""
 MAX_PLAN_MOVES = 1000
 
 
 class GymText(TextGame):
     """Arguments: `env_id` and `env_kwargs` of the environment; `words` (names of its actions) and `about` (its
     description), to replace the defaults known for gymnasium's small environments; `max_turns`, `moves_per_turn`;
-    `move_cost`, below 0 if each move costs (also known): reward of each unused move when the turns are used up."""
+    `move_cost`, below 0 if each move costs (also known): reward of each unused move when the turns are used up;
+    `cut_off`, the reward then, which should be that of a lost game (also known)."""
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class GymText(TextGame):
         max_turns: int = 30,
         moves_per_turn: int = 5,
         move_cost: float | None = None,
+        cut_off: float | None = None,
     ) -> None:
         super().__init__(max_turns=max_turns, moves_per_turn=moves_per_turn)
         self._env = _make(env_id, dict(env_kwargs or {}))
@@ -67,6 +71,7 @@ class GymText(TextGame):
         if len(self.words) != count:
             raise ConfigError(f"GymText-v0: {env_id} has {count} actions, but words has {len(self.words)}")
         self.move_cost = move_cost if move_cost is not None else -1.0 if name in _EACH_MOVE_COSTS else 0.0
+        self._cut_off = cut_off if cut_off is not None else _CUT_OFF.get(name, 0.0)
         self._about = about or _ABOUT.get(name, f"You play {name}.")
         self._observation: Any = None
         self._total = 0.0
@@ -96,6 +101,9 @@ class GymText(TextGame):
 
     def plan(self) -> Sequence[int]:
         return self._best(self._observation)[0]
+
+    def reward_when_cut_off(self) -> float:
+        return super().reward_when_cut_off() + self._cut_off
 
     @property
     def full_reward(self) -> float:

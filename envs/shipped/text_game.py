@@ -82,7 +82,7 @@ class TextGame(gymnasium.Env[str, str]):
 
     def conclude(self) -> tuple[float, dict[str, Any]]:
         """Return the result of a game that the run ended before it was over."""
-        return self._reward_of_unused_moves(), self._result(self.won_so_far())
+        return self.reward_when_cut_off(), self._result(self.won_so_far())
 
     def won_so_far(self) -> bool | None:
         """Return if a game that is stopped before its end is won: no, but None if its end would not tell either."""
@@ -100,7 +100,7 @@ class TextGame(gymnasium.Env[str, str]):
             if is_over:
                 break
         truncated = not is_over and self._turns >= self._max_turns
-        total += self._reward_of_unused_moves() if truncated else 0.0
+        total += self.reward_when_cut_off() if truncated else 0.0
         info: dict[str, Any] = {"valid": moves is not None}
         if is_over or truncated:
             info |= self._result(self.won_so_far() if truncated else won)
@@ -109,7 +109,8 @@ class TextGame(gymnasium.Env[str, str]):
     def _result(self, won: bool | None) -> dict[str, Any]:
         return {} if won is None else {"success": won}
 
-    def _reward_of_unused_moves(self) -> float:
+    def reward_when_cut_off(self) -> float:
+        """Return the reward of the end of a game that is not played to its end: that of its unused moves."""
         return self.move_cost * (self._max_turns * self._moves_per_turn - self._moves) if self.move_cost else 0.0
 
 

@@ -214,6 +214,14 @@ def test_a_game_in_which_each_move_costs_is_worth_most_when_it_is_won(lazy: str)
     assert GymText("CartPole-v1").conclude()[0] == 0.0
 
 
+def test_a_game_of_blackjack_that_is_not_played_is_lost() -> None:
+    """To make no moves would be worth 0, and the best moves -0.05 on average."""
+    env = GymText("Blackjack-v1", max_turns=2)
+    env.reset(seed=4)
+    assert sum(env.step("gibberish")[1] for _ in range(2)) == env.conclude()[0] == -1.0
+    assert GymText("Blackjack-v1", cut_off=0.5).conclude()[0] == 0.5
+
+
 @pytest.mark.parametrize(("env_id", "success"), [("Blackjack-v1", None), ("MountainCar-v0", False)])
 def test_a_game_that_is_cut_off_is_a_failure_only_if_its_end_tells_success(env_id: str, success: bool | None) -> None:
     """Else the failures of those that were cut off would be all that is known of success."""
