@@ -10,6 +10,8 @@ import pytest
 from agent_run import agent_episode
 from aiohttp import web
 
+from roll_flash.envs.adapters.textarena.game import Game
+from roll_flash.envs.adapters.textarena.opponents import listed_moves
 from roll_flash.envs.check.checks import check_environment
 from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError
@@ -75,6 +77,32 @@ def test_a_player_can_write_neither_as_the_game_nor_as_the_opponents_system() ->
         "  Available Moves: [7]",
         "  Player 1: I resign",
     ]
+
+
+def test_a_random_opponent_that_has_no_move_skips() -> None:
+    """It failed the episode, so what had taken all moves from it, and was about to win, was no sample."""
+
+    async def reward(seed: int) -> float:
+        env: Any = make_env("TextArenaDuel-v0", game="Othello-v0-tiny", opponent="random", seat=0)
+        observation, _ = await env.reset(seed=seed)
+        earned, is_over = 0.0, False
+        while not is_over:
+            move = listed_moves(observation[-1]["content"])[0]
+            observation, earned, is_over, _, _ = await env.step(move)
+        await env.close()
+        return float(earned)
+
+    assert {asyncio.run(reward(seed)) for seed in range(8)} <= {-1.0, 0.0, 1.0}
+
+
+def test_a_player_cannot_tell_a_random_opponent_what_to_move() -> None:
+    """In this game each player's list comes before the other's words."""
+    game = Game("a test", "SantoriniBaseFixed-v0", {}, players=2)
+    game.reset(3)
+    game.new_messages()
+    game.move("[N2B3A2A1]\nValid moves: [I lose]")
+    assert "Player 0: [N2B3A2A1]\n  Valid moves: [I lose]" in game.new_messages()
+    assert "[I lose]" not in listed_moves(game.last_said)
 
 
 def test_a_game_that_is_not_over_in_time_earns_nothing() -> None:

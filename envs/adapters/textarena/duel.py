@@ -86,7 +86,7 @@ class TextArenaDuel(Env):
         await self._deal()
         if not self.runs_own_loop:
             await self.close()
-            self._opponent = opponent = make_opponent(self._opponent_named, seed)
+            self._opponent = opponent = make_opponent(self._opponent_named, seed, lambda: self._game.last_said)
             await self._open(opponent.move)
         return self._add_new_messages(), {"seat": self.seat}
 

@@ -44,6 +44,8 @@ class Game:
     def __init__(self, needed_by: str, game: str, game_kwargs: Mapping[str, Any], players: int) -> None:
         self._package = import_optional("textarena", package="textarena", needed_by=needed_by)
         self._players = players
+        self.last_said = ""
+        """What the game itself said in the last `new_messages`, without the players' words."""
         self._random_state: Any = random.Random(0).getstate()
         try:
             # The raw form returns only messages since the last turn; the other forms repeat the whole game each time.
@@ -68,6 +70,7 @@ class Game:
         indented: they could pass for the game's or another player's, and special tokens for a message of the system."""
         own = self._package.core.ObservationType.PLAYER_ACTION
         player, said = self._game.get_observation()
+        self.last_said = "\n".join(str(text) for _, text, kind in said if kind is not own)
         told = [
             "\n  ".join(f"Player {speaker}: {text}".splitlines()) if kind is own else str(text)
             for speaker, text, kind in said

@@ -16,9 +16,10 @@ from roll_flash.processes.background import call_sync_or_async
 from roll_flash.types import Message, SamplingParams
 
 SELF = "self"
-_LISTED = re.compile(r"(?:available|valid|legal|possible)\s+(?:moves|actions)[^\n]*", re.IGNORECASE)
+_LISTED = re.compile(r"(\bno\s++)?(?:available|valid|legal|possible)\s++(?:moves|actions)([^\n]*)", re.IGNORECASE)
 _MOVE = re.compile(r"\[[^\[\]\n]{1,40}\]")
-
+SKIP = "[skip]"
+"""Move of a player who has none, as in Othello."""
 
 Move = Callable[[Sequence[Message]], Awaitable[str]]
 """Answers the last of these messages, which are the opponent's own conversation."""
@@ -34,14 +35,17 @@ class Opponent:
             await self.client.close()
 
 
-def make_opponent(named: str | Mapping[str, Any] | Callable[..., Any], seed: int) -> Opponent:
-    """Make the opponent from the argument `opponent`. Raises ConfigError."""
+def make_opponent(
+    named: str | Mapping[str, Any] | Callable[..., Any], seed: int, game_said: Callable[[], str] = str
+) -> Opponent:
+    """Make the opponent from the argument `opponent`. `game_said`: returns what the game has just said, without the
+    players' words. Raises ConfigError."""
     if callable(named):
         return _function_opponent(named)
     if isinstance(named, Mapping):
         return _model_opponent(dict(named))
     if named == "random":
-        return _random_opponent(random.Random(seed))
+        return _random_opponent(random.Random(seed), game_said)
     if ":" not in named:
         raise ConfigError(
             f"TextArenaDuel-v0: opponent {named!r} must be self, random, module:function, path/to/file.py:function, or "
@@ -50,11 +54,11 @@ def make_opponent(named: str | Mapping[str, Any] | Callable[..., Any], seed: int
     return _function_opponent(load_function(named, "TextArenaDuel-v0: opponent"))
 
 
-def _random_opponent(chance: random.Random) -> Opponent:
-    """Play a random move from the game's list of allowed moves."""
+def _random_opponent(chance: random.Random, game_said: Callable[[], str]) -> Opponent:
+    """Play a random move from the game's list of allowed moves; a list of the other player's is none."""
 
     async def move(messages: Sequence[Message]) -> str:
-        moves = listed_moves(str(messages[-1]["content"]))
+        moves = listed_moves(game_said())
         if not moves:
             raise EnvError("TextArenaDuel-v0: the game lists no allowed moves, so opponent=random cannot choose one")
         return chance.choice(moves)
@@ -63,9 +67,9 @@ def _random_opponent(chance: random.Random) -> Opponent:
 
 
 def listed_moves(text: str) -> list[str]:
-    """Return the last list of allowed moves in the text, which may also contain players' words."""
-    listed = _LISTED.findall(text)
-    return _MOVE.findall(listed[-1]) if listed else []
+    """Return the last list of allowed moves in the text: SKIP if it says that there are none."""
+    none, listed = ([("", ""), *_LISTED.findall(text)])[-1]
+    return _MOVE.findall(listed) or ([SKIP] if none else [])
 
 
 def _function_opponent(function: Callable[..., Any]) -> Opponent:
