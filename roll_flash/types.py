@@ -369,3 +369,8 @@ def as_reward(value: Any, what: str = "the reward") -> float:
     if not math.isfinite(number) or abs(number) > MAX_REWARD:
         raise ValueError(f"{what} is {number:g}, not a finite number of at most {MAX_REWARD:g}; scale it")
     return number
+
+
+def bounded(reward: float) -> float:
+    """Limit a reward to what can be trained: a larger one, as for an answer wrong by a billion, is no sample."""
+    return reward if math.isnan(reward) else max(-MAX_REWARD, min(MAX_REWARD, reward))

@@ -20,6 +20,7 @@ from roll_flash.envs.check.checks import check_environment
 from roll_flash.envs.hosting.sandbox_lease import LazySandbox
 from roll_flash.errors import ConfigError, EnvError
 from roll_flash.sandboxes import SandboxDied, SandboxError, SandboxPool, SandboxSpec, open_sandbox
+from roll_flash.types import as_reward
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
 ON_OUR_IMAGE = "FROM roll-flash-sandbox:latest\nUSER root\nWORKDIR /app\n"
@@ -88,6 +89,16 @@ def test_a_part_of_the_work_earns_a_part_of_the_reward() -> None:
     assert (earned, info["success"], info["task"]) == (0.3333, False, "tidy-downloads")
     _, earned, _ = play(EXAMPLES / "tidy-downloads", delete, "<answer>done</answer>", reward_key="deleted")
     assert earned == 1.0
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize(("file", "bounded"), [("reward.txt", -1e6), ("reward.json", 1e6)])
+def test_a_reward_that_is_too_large_to_be_trained_is_a_sample(file: str, bounded: float, tmp_path: Path) -> None:
+    """As of work that is wrong by far: it failed the episode, so that the worst work had no reward."""
+    says = {"reward.txt": "-1e12", "reward.json": '{"reward": 5000000}'}[file]
+    task = harbor_task(tmp_path, tests=f"#!/bin/sh\necho '{says}' >/logs/verifier/{file}\n")
+    _, earned, info = play(task, "<answer>done</answer>")
+    assert (as_reward(earned), info["success"]) == (bounded, bounded > 0)
 
 
 @pytest.mark.docker

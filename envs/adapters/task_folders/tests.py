@@ -24,6 +24,7 @@ from roll_flash.sandboxes import Sandbox
 from roll_flash.sandboxes.errors import SandboxFileError
 from roll_flash.sandboxes.files.tree_model import decoded, encoded
 from roll_flash.sandboxes.scratch import make_scratch_folder
+from roll_flash.types import bounded
 
 VERIFIER_LOGS = "/logs/verifier"
 REWARD_TEXT, REWARD_JSON = f"{VERIFIER_LOGS}/reward.txt", f"{VERIFIER_LOGS}/reward.json"
@@ -194,14 +195,15 @@ def pytest_verdict(output: str) -> float:
 
 
 async def _of_reward_file(sandbox: Sandbox, reward_key: str) -> float:
-    """Return the reward from its file. Raises ValueError if it is not a finite number."""
+    """Return the reward from its file, within MAX_REWARD: a larger one, as for work that is wrong by far, would be no
+    sample. Raises ValueError if it is not a finite number."""
     for path, number in ((REWARD_TEXT, reward_of_text), (REWARD_JSON, lambda text: reward_of_json(text, reward_key))):
         try:
             text = (await sandbox.read(path, max_bytes=MAX_REWARD_BYTES)).decode(errors="replace")
         except SandboxFileError:
             continue
         try:
-            return number(text)
+            return bounded(number(text))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from None
     raise ValueError(f"its tests wrote neither {REWARD_TEXT} nor {REWARD_JSON}")

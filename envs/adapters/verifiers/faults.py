@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll_flash.chat.openai_client import says_too_long
-from roll_flash.types import MAX_REWARD
+from roll_flash.types import bounded
 
 logger = logging.getLogger("roll_flash.envs")
 
@@ -76,11 +76,6 @@ def record_faults(function: Callable[..., Any]) -> Callable[..., Any]:
         return bounded(number)
 
     return call
-
-
-def bounded(reward: float) -> float:
-    """Limit a reward to what can be trained: a larger one, as for an answer wrong by a billion, is no sample."""
-    return reward if math.isnan(reward) else max(-MAX_REWARD, min(MAX_REWARD, reward))
 
 
 def is_caused_by_text(error: BaseException | None) -> bool:

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from roll_flash.envs.adapters.verifiers.faults import (
     Faults,
-    bounded,
     calls_end_at,
     faults_of_rewards,
     is_caused_by_text,
@@ -36,7 +35,7 @@ from roll_flash.envs.tools.functions import ToolDescription
 from roll_flash.envs.tools.prompt import ToolFormat, describe_tools, known_format, tool_info, with_system_text
 from roll_flash.envs.tools.tool_env import ToolUse
 from roll_flash.errors import ConfigError, EnvError
-from roll_flash.types import Message
+from roll_flash.types import Message, bounded
 
 Split = Literal["auto", "train", "eval"]
 MAX_ERROR_CHARACTERS = 1000

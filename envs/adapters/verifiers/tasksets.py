@@ -20,13 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from roll_flash.config.user_code import load_file
-from roll_flash.envs.adapters.verifiers.faults import bounded, is_caused_by_text, warn_once
+from roll_flash.envs.adapters.verifiers.faults import is_caused_by_text, warn_once
 from roll_flash.envs.adapters.verifiers.loading import NAME, load_once
 from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.base import Env
 from roll_flash.envs.held_out import HELD_OUT_SEEDS
 from roll_flash.errors import ConfigError, EnvError
 from roll_flash.processes.background import call_in_thread
+from roll_flash.types import bounded
 
 MAX_TASKS = 10_000
 """Tasks that are taken of a taskset without an end."""
