@@ -20,6 +20,9 @@ MAX_KEPT = 32
 MAX_IDLE_CONNECTIONS = 1024
 """Maximum connections without session and running request; above that, the oldest is closed at once."""
 FIRST_REQUEST_S = 60.0
+READ_BYTES = 1 << 14
+"""Bytes that are read of a request's body, and half of what waits of it, before all others have their turn. aiohttp
+takes 100 ms for the 256 KiB that asyncio reads by default, if they come in pieces of one byte."""
 
 
 class Connections:
@@ -49,6 +52,8 @@ class Connections:
     def request_started(self, request: web.Request) -> None:
         """Note that a request has begun: its connection is not closed before the answer."""
         connection = request.protocol
+        if hasattr(connection.transport, "max_size"):  # as asyncio's own have
+            setattr(connection.transport, "max_size", READ_BYTES)  # noqa: B010 - no part of the type
         if (expire := self._idle.pop(connection, None)) is not None:
             expire.cancel()
         self._release(connection)

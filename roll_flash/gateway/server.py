@@ -28,7 +28,7 @@ from roll_flash.gateway.apis.api_error import ApiError, ApiStyle, bad_request
 from roll_flash.gateway.apis.event_stream import send
 from roll_flash.gateway.apis.request_fields import decode_object, flag
 from roll_flash.gateway.backend import Backend
-from roll_flash.gateway.connections import Connections
+from roll_flash.gateway.connections import READ_BYTES, Connections
 from roll_flash.gateway.http_log import HttpLog
 from roll_flash.gateway.model_call import ModelCall, Reply
 from roll_flash.gateway.sessions.history import CallRecord
@@ -120,6 +120,7 @@ class GatewayServer:
             handler_cancellation=True,
             shutdown_timeout=SHUTDOWN_S,
             keepalive_timeout=3600,
+            read_bufsize=READ_BYTES,
             logger=HttpLog(self._count_malformed),
             auto_decompress=False,  # a small body could expand to a large one, on the event loop
         )

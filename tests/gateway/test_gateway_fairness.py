@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from typing import Any
@@ -86,6 +87,35 @@ async def ask_beside(served: Served, http: httpx.AsyncClient, body: bytes) -> tu
     assert answer.status_code == 200, answer.text
     assert answer.json()["input_tokens"] > 100_000
     return took_s, max(waited)
+
+
+def test_a_body_in_pieces_of_one_byte_holds_up_no_other(serve: Serve) -> None:
+    """Reading 256 KiB of it took 0.1 s, and joining what had come as long, without a turn for others."""
+
+    async def work(served: Served) -> None:
+        head = f"POST /v1/messages HTTP/1.1\r\nHost: a\r\nx-api-key: {served.session.api_key}\r\n"
+        body = f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + b"1\r\n \r\n" * 1_000_000 + b"0\r\n\r\n"
+
+        def send() -> bytes:
+            with socket.create_connection(("127.0.0.1", served.gateway.port), timeout=50) as connection:
+                connection.sendall(body)
+                return connection.recv(100)
+
+        shares: list[float] = []
+        async with httpx.AsyncClient(base_url=served.url, headers=served.http.headers) as http:
+            while not any(share < 0.07 for share in shares) and len(shares) < 3:
+                began, waited = time.perf_counter(), [0.0]
+                sending = asyncio.create_task(asyncio.to_thread(send))
+                while not sending.done():
+                    asked = time.perf_counter()
+                    assert (await http.get("/v1/models")).status_code == 200
+                    waited.append(time.perf_counter() - asked)
+                    await asyncio.sleep(0.005)
+                assert b"400 Bad Request" in await sending
+                shares.append(max(waited) / (time.perf_counter() - began))
+        assert min(shares) < 0.07, shares
+
+    serve(work, [], max_length=2**18)
 
 
 @pytest.mark.parametrize("content", ["<think>" + TEXT, " " * len(TEXT)], ids=["thinking", "blanks"])
