@@ -25,8 +25,9 @@ from dataclasses import dataclass
 
 SPILL_RATIO = 1.25
 SPILL_TOKENS = 8192
-MAX_SESSIONS = 65536
-"""Maximum number of remembered sessions; the least recently used ones are removed."""
+MAX_SESSIONS = 8192
+"""Maximum number of remembered sessions; the least recently used ones are removed. Of more, servers no longer have the
+prefixes in their caches; each takes 170 bytes, also long after its episode."""
 
 
 @dataclass(slots=True, eq=False)
