@@ -24,7 +24,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel
 
@@ -553,6 +553,8 @@ class LearnerRank:
         precision = half if self._on_gpu else MixedPrecisionPolicy()
         for module in (*policy.layers, policy):
             fully_shard(module, mesh=self._mesh, mp_policy=precision)
+        # A row may leave weights unused that another rank's needs: without their zeros the sums would not fit together.
+        cast(FSDPModule, policy).set_reduce_scatter_unused_params(True)
         if files is not None:
             files.fill(policy, "model.", self._device)
         return policy
