@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -226,23 +223,3 @@ def test_a_browser_that_is_killed_costs_its_episode_and_the_next_one_starts_anot
 def test_it_is_fit_to_train_on() -> None:
     report = check_environment(ID, {}, seeds=3, timeout_s=120, provider="docker")
     assert report.ok, report.as_table()
-
-
-@pytest.mark.adapters
-@pytest.mark.docker
-@pytest.mark.ray
-def test_the_recipe_imitates_solutions_and_then_learns_from_reward(tmp_path: Path) -> None:
-    """Shortened: the tiny model, four episodes, two steps."""
-    demonstrations, recipe = tmp_path / "made" / "miniwob.jsonl", str(ROOT / "configs/recipes/miniwob.yaml")
-    short = ["model.path=tiny", "model.max_length=16384", "inference.engine=transformers", "steps=2", "eval.tasks=2"]
-    short += ["scheduler.groups_per_step=2", "scheduler.group_size=2", f"runs={tmp_path}"]
-    warm = [f"warm_start.demonstrations={demonstrations}", "warm_start.steps=1", "warm_start.batch_size=2"]
-    task = [ID, "task=[click-button, enter-text]", "--seeds", "4", "-o", str(demonstrations)]
-    for command in (["envs", "demonstrate", *task], ["train", recipe, *short, *warm]):
-        done = subprocess.run(
-            [sys.executable, "-m", "roll_flash", *command], capture_output=True, text=True, timeout=900
-        )
-        assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "miniwob/metrics.jsonl").read_text().splitlines()]
-    assert [row["warm_start/demonstrations"] for row in rows if "warm_start/demonstrations" in row] == [4.0]
-    assert sum("step_s" in row for row in rows) == 2

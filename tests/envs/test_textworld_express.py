@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -103,26 +102,6 @@ def test_held_out_seeds_play_other_games_than_training() -> None:
 def test_it_is_fit_to_train_on() -> None:
     report = check_environment(ID, {"params": ONE_ITEM}, seeds=3, timeout_s=120)
     assert report.ok, report.as_table()
-
-
-@pytest.mark.adapters
-@pytest.mark.ray
-def test_the_recipe_imitates_the_games_solutions_and_then_learns_from_reward(tmp_path: Path) -> None:
-    """Shortened: the tiny model, four games, two steps."""
-    demonstrations = tmp_path / "made" / "twc.jsonl"
-    task = ["TextWorldExpress-v0", f"params={ONE_ITEM}", "--seeds", "4", "-o", str(demonstrations)]
-    short = ["model.path=tiny", "model.max_length=16384", "inference.engine=transformers", "steps=2", "eval.tasks=2"]
-    short += ["scheduler.groups_per_step=2", "scheduler.group_size=2"]
-    warm = [f"warm_start.demonstrations={demonstrations}", "warm_start.steps=1", "warm_start.batch_size=2"]
-    recipe = ROOT / "configs/recipes/twc.yaml"
-    for command in (["envs", "demonstrate", *task], ["train", str(recipe), f"runs={tmp_path}", *short, *warm]):
-        done = subprocess.run(
-            [sys.executable, "-m", "roll_flash", *command], capture_output=True, text=True, timeout=600
-        )
-        assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "twc/metrics.jsonl").read_text().splitlines()]
-    assert [row["warm_start/demonstrations"] for row in rows if "warm_start/demonstrations" in row] == [4.0]
-    assert sum("step_s" in row for row in rows) == 2
 
 
 @pytest.mark.adapters

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from roll_flash.chat.rendered_conversation import Thinking
@@ -19,6 +20,7 @@ from roll_flash.config.tree import ModelConfig, load_config
 from roll_flash.engines.learner import StepResult
 from roll_flash.errors import ConfigError
 from roll_flash.learner.demonstrations import check_demonstrations, open_demonstrations
+from roll_flash.learner.losses.objective import Objective
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.learner.warm_start import warm_start
 from roll_flash.models.prepare import resolve_model
@@ -319,6 +321,27 @@ def test_a_warm_start_learns_and_leaves_the_version_at_zero(tiny: Path, tmp_path
     assert figures["warm_start/last_loss"] < 0.3 * figures["warm_start/first_loss"]
     assert figures["warm_start/demonstrations"] == 2
     assert said[-1].startswith("warm start: step 12 of 12")
+
+
+def test_a_warm_start_computes_on_all_cores_and_later_steps_on_their_threads(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers and environments rest meanwhile: with one thread it took twice as long on two cores."""
+    demonstrations = [played(AutoTokenizer.from_pretrained(tiny), "good", 1.0, "episode")]
+    threads, real = list[int](), Objective.add_gradient
+
+    def seen(*given: Any) -> Any:
+        threads.append(torch.get_num_threads())
+        return real(*given)
+
+    async def use(learner: FsdpLearner) -> None:
+        await learner.sft_step(demonstrations, counts=False)
+        await learner.sft_step(demonstrations)
+
+    monkeypatch.setattr(Objective, "add_gradient", seen)
+    monkeypatch.setattr("roll_flash.learner.ranks.device.usable_cores", lambda: 3)
+    in_process(tiny, use)
+    assert threads == [3, 1]
 
 
 def test_the_config_has_a_section_for_it() -> None:

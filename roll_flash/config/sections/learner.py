@@ -340,7 +340,7 @@ class LearnerConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: GPUs if the cluster has any, else the CPU."""
     threads: PositiveInt = 1
-    """CPU threads of each rank (CPU only)."""
+    """CPU threads of each rank (CPU only). A warm start takes all cores, as nothing else runs."""
     placement: Literal["pack", "spread"] = "pack"
     """Placement of the ranks: `pack` fills one node after another, the driver's first; `spread` uses all in turn."""
     rank_resources: RayResources | None = None

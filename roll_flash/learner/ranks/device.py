@@ -1,15 +1,18 @@
-"""Chooses the device of a learner rank: the GPU that Ray has reserved for it, and never the CPU in its place."""
+"""Chooses the device of a learner rank: the GPU that Ray has reserved for it, and never the CPU in its place; and how
+many threads it has on a CPU."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import ray
 import torch
 
 from roll_flash.errors import ConfigError, first_line
+from roll_flash.monitor.limits import usable_cores
 from roll_flash.processes.gpus import assigned_gpus, environment_of, torch_build
 
 CPU = torch.device("cpu")
@@ -45,6 +48,17 @@ def rank_device(name: Literal["auto", "cpu", "cuda"], gpus: Sequence[str] | None
     except (RuntimeError, AssertionError) as error:  # torch without CUDA fails an assertion
         raise ConfigError(_explanation(gpus, error)) from None
     return device
+
+
+@contextmanager
+def all_cores(threads: int, ranks: int) -> Iterator[None]:
+    """Compute on all cores of this machine, which `ranks` share, while servers and environments rest; then again with
+    `threads`."""
+    torch.set_num_threads(max(threads, usable_cores() // ranks))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _explanation(gpus: Sequence[str] | None, error: Exception) -> str:

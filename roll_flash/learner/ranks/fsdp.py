@@ -72,7 +72,17 @@ _IDLE_S = 30.0
 """Seconds after which a call is lost for which no rank does anything: Ray loses an answer for which the driver has no
 memory."""
 _COMPUTES = frozenset(
-    ("accumulate", "accumulate_kept", "accumulate_sequences", "divergences", "keep", "stage", "text_logprobs", "update")
+    (
+        "accumulate",
+        "accumulate_demonstrations",
+        "accumulate_kept",
+        "accumulate_sequences",
+        "divergences",
+        "keep",
+        "stage",
+        "text_logprobs",
+        "update",
+    )
 )
 """Calls that keep a rank busy as long as they last; others may wait for files, for servers or for other nodes."""
 DECAY_SHARE = 0.2
@@ -349,15 +359,19 @@ class FsdpLearner:
     async def sft_step(
         self, trajectories: Sequence[Trajectory], learning_rate: float | None = None, *, counts: bool = True
     ) -> StepResult:
-        """See `LearnerEngine`. It uses the packing and optimizer of other steps; only if it `counts` does
-        `warmup_steps` and `decay` apply."""
+        """See `LearnerEngine`. It uses the packing and optimizer of other steps. Only if it `counts` do `warmup_steps`
+        and `decay` apply; if not, nothing is sampled meanwhile, and it takes all cores."""
         if not self._totals.empty:
             raise LearnerError("a supervised step cannot begin before finish_step ends the step that is under way")
         sequences = prepare_demonstrations(trajectories)
         self._totals.add_demonstrations(sequences)
         started = time.monotonic()
         shares = share_out([(len(each.token_ids), [each]) for each in sequences], self._config.ranks)
-        self._totals.add_rows(await self._on_shares("accumulate_sequences", shares, loss=NamedLoss("supervised")))
+        if counts:
+            records = await self._on_shares("accumulate_sequences", shares, loss=NamedLoss("supervised"))
+        else:
+            records = await self._on_shares("accumulate_demonstrations", shares)
+        self._totals.add_rows(records)
         self._totals.forward_backward_s += time.monotonic() - started
         rate = self._config.learning_rate if learning_rate is None else learning_rate
         rate = self._scheduled(rate) if counts else rate

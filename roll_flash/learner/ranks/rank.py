@@ -54,7 +54,7 @@ from roll_flash.learner.packing.head_shape import head_shape
 from roll_flash.learner.packing.rows import PackedRow, TrainSequence, by_sample, pack, with_predictions
 from roll_flash.learner.packing.sequences import PlannedTrajectory
 from roll_flash.learner.ranks import checkpoint
-from roll_flash.learner.ranks.device import CPU, rank_device, reserved_gpus
+from roll_flash.learner.ranks.device import CPU, all_cores, rank_device, reserved_gpus
 from roll_flash.learner.ranks.gradient_sync import GradientSync
 from roll_flash.learner.ranks.optimizer import WeightAverage, open_optimizer, trained_parts
 from roll_flash.learner.ranks.rank_actor import Forms, UpdateRecord
@@ -266,6 +266,11 @@ class LearnerRank:
     def limit_kept(self, bound: float) -> None:
         """Leave out of the policy loss what is beyond `SecondMoment.bound`."""
         self._kept = {name: [leave_out(each, bound) for each in found] for name, found in self._kept.items()}
+
+    def accumulate_demonstrations(self, sequences: Sequence[TrainSequence]) -> list[RowRecord]:
+        """Like `accumulate_sequences`, with their loss, while nothing else runs. A collective."""
+        with all_cores(self._config.threads, self._config.ranks) if self._device == CPU else nullcontext():
+            return self.accumulate_sequences(sequences, loss=NamedLoss("supervised"))
 
     def accumulate_kept(self, group_ids: Sequence[str]) -> list[RowRecord]:
         """Like `accumulate`, on groups that `keep` has prepared; drops them. A collective."""
