@@ -230,6 +230,13 @@ OURS = [
         "SmolLM2-135M, three seeds, 20 steps, 100 held-out games, beside other work",
     ),
     Claim(
+        "MiniWoB++, eight pages in a real browser",
+        "",
+        "recipe_miniwob",
+        _recipe,
+        "SmolLM2-135M, one seed, 25 steps, 100 held-out tasks",
+    ),
+    Claim(
         "two servers against one",
         "",
         "scaling",
