@@ -52,6 +52,7 @@ class MappedFile:
         (length,) = struct.unpack("<Q", area[:8])
         self._first = 8 + length
         self._entries = json.loads(area[8 : self._first])
+        self.metadata: dict[str, str] = self._entries.get("__metadata__", {})
         self.is_locked = locked and page_lock(self._memory)
 
     def tensor(self, name: str) -> Tensor:

@@ -8,7 +8,7 @@ merges with the same function, so that both get the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -82,7 +82,8 @@ class PublishedWeights:
 
     def open(self) -> PublishedWeights:
         """Open the file; return this object. Raises ValueError if the file does not match the model in the folder, or
-        does not contain `tag`: a path of shared memory may meanwhile be that of another file."""
+        does not contain `tag`: a path of shared memory may meanwhile be that of another file. The first `tensor` opens
+        it once more, and raises ValueError as well."""
         self._file = self._open.enter_context(safe_open(self._path, framework="pt", device="cpu"))
         metadata = self._file.metadata() or {}
         stored = list(self._file.keys())
@@ -90,8 +91,7 @@ class PublishedWeights:
         self._adapted = {f"{name.removesuffix('.' + LORA_A)}.weight" for name in stored if name.endswith("." + LORA_A)}
         whole = {name for name in stored if not is_adapter(name)}
         try:
-            if self._tag and metadata.get(TAG) != self._tag:
-                raise ValueError(f"{self._path} does not hold the weights that were published: its tag is another one")
+            self._check_tag(metadata)
             self._check(whole, is_whole=metadata.get(BASE_KEY) != MODEL_FOLDER)
         except BaseException:
             self._open.close()
@@ -109,6 +109,7 @@ class PublishedWeights:
         """Lock the file's memory, so that a GPU copies from it by itself. Takes time; call it before a pause."""
         self._mapped = MappedFile(self._path, locked=True)
         self._open.callback(self._mapped.close)
+        self._check_tag(self._mapped.metadata)
 
     @property
     def is_page_locked(self) -> bool:
@@ -151,8 +152,14 @@ class PublishedWeights:
 
     def _stored(self, name: str) -> Tensor:
         if self._mapped is None:
-            self._mapped = MappedFile(self._path)
+            mapped = MappedFile(self._path)  # which opens the path anew
+            self._check_tag(mapped.metadata)
+            self._mapped = mapped
         return self._mapped.tensor(name)
+
+    def _check_tag(self, metadata: Mapping[str, str]) -> None:
+        if self._tag and metadata.get(TAG) != self._tag:
+            raise ValueError(f"{self._path} does not hold the weights that were published: its tag is another one")
 
     def _check(self, whole: Collection[str], *, is_whole: bool) -> None:
         """Raises ValueError if names or shapes do not match; only a head tied to the embedding is optional."""

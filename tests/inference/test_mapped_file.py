@@ -72,3 +72,14 @@ def test_nothing_stays_of_versions_that_were_read(tmp_path: Path) -> None:
     for _ in range(100):
         read()
     assert objects() - before < 200, "safetensors keeps 4,000 objects of these"
+
+
+def test_a_path_that_has_become_that_of_another_file_is_refused_before_a_tensor_is_read(tmp_path: Path) -> None:
+    """It is opened twice: to check it, and to read from it."""
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(2)}, path, metadata={"tag": "published"})
+    with PublishedWeights(path, ModelFolder(tmp_path), tied=False, tag="published") as weights:
+        path.unlink()
+        save_file({"a": torch.ones(2)}, path, metadata={"tag": "another"})
+        with pytest.raises(ValueError, match="its tag is another one"):
+            weights.tensor("a")
