@@ -95,6 +95,7 @@ BENCHMARKS = [
     Benchmark("recipe_reasoning", ("recipes.py", "reasoning"), needs_adapters=True),
     Benchmark("bfcl", ("bfcl.py",), writes=False),
     Benchmark("agents", ("agents.py",), writes=False),
+    Benchmark("ablation_waits", ("ablation.py",)),
     Benchmark("plan", ("plan.py",)),
     Benchmark("quickstart", ("quickstart.py",)),
     Benchmark("algorithms", ("algorithms.py",)),

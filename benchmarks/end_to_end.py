@@ -21,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -55,11 +56,13 @@ COLUMNS = {
 }
 
 
-def train(name: str, seed: int, steps: int, settings: tuple[str, ...], runs: Path) -> dict[str, Any]:
+def train(
+    name: str, seed: int, steps: int, settings: Sequence[str], runs: Path, config: str = "configs/ci.yaml"
+) -> dict[str, Any]:
     """One run in a process of its own, as a user starts it; what its metrics say step by step."""
-    command = [sys.executable, "-m", "roll_flash", "train", "configs/ci.yaml", f"name={name}", f"runs={runs}"]
+    command = [sys.executable, "-m", "roll_flash", "train", config, f"name={name}", f"runs={runs}"]
     finished = subprocess.run(
-        [*command, f"seed={seed}", f"steps={steps}", *COMMON, *settings, "--json"],
+        [*command, f"seed={seed}", f"steps={steps}", *settings, "--json"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -162,7 +165,7 @@ def main() -> None:
         for seed in arguments.seeds:
             for name, settings in COLUMNS.items():
                 label = f"{name.replace(' ', '-')}-{seed}"
-                columns[name].append(train(label, seed, arguments.steps, settings, Path(runs)))
+                columns[name].append(train(label, seed, arguments.steps, (*COMMON, *settings), Path(runs)))
             text = save(columns, arguments.steps, load_before)
     print(text)
 

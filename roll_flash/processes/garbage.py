@@ -40,3 +40,13 @@ def return_large_blocks() -> None:
     """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def return_free_memory() -> None:
+    """Give memory that the C library keeps free back to the system. Does nothing where it has no `malloc_trim`.
+
+    What a learner has in use is the same after each step, but its free blocks are cut up in other ways each time: one
+    with a tiny model grew by 4 MiB in 1,000 steps.
+    """
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)

@@ -36,11 +36,15 @@ PART_VARIABLE = "ROLL_FLASH_PART"
 _registered: int | None = None
 
 
-def register_stacks(run: str = "", part: str | None = None) -> None:
+def register_stacks(run: str = "", part: str | None = None, *, anew: bool = False) -> None:
     """Let others of this node read the stacks of this process. `part`: its name in a run, such as `rank 0`; None: the
-    one in its environment. `run` is needed only if no process above it is one of the run."""
+    one in its environment. `run` is needed only if no process above it is one of the run. `anew`: the process was
+    forked from one that had done this, whose file it must not share."""
     global _registered
     part = part or os.environ.get(PART_VARIABLE, "process")
+    if anew and _registered is not None:
+        os.close(_registered)
+        _registered = None
     if _registered is None:
         _registered = os.memfd_create(f"{PREFIX}{run}:{part}"[:200])
         faulthandler.register(signal.SIGUSR1, file=_registered, all_threads=True)

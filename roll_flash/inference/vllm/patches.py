@@ -29,7 +29,7 @@ from roll_flash.weight_sync.copied_weights import refresh_copied_weights
 _log = logging.getLogger(__name__)
 
 
-def _install(owner: Any, name: str, patched: Any) -> None:
+def install(owner: Any, name: str, patched: Any) -> None:
     """Replace the function `name` of a class or module, once."""
     if not hasattr(getattr(owner, name), "is_patched"):
         patched.is_patched = True
@@ -50,7 +50,7 @@ def patch_streamed_versions() -> None:
             output.weight_versions = self._weight_version_spans()
         return output
 
-    _install(RequestState, "_new_completion_output", new_output_with_versions)
+    install(RequestState, "_new_completion_output", new_output_with_versions)
 
 
 def patch_expert_reload() -> None:
@@ -68,7 +68,7 @@ def patch_expert_reload() -> None:
         self.moe_kernel = None  # for vLLM this means: nothing is loaded and packed yet
         set_up_kernel(self, *arguments, **keywords)
 
-    _install(UnquantizedFusedMoEMethod, "_setup_kernel", set_up_new_kernel)
+    install(UnquantizedFusedMoEMethod, "_setup_kernel", set_up_new_kernel)
 
 
 def patch_copied_weights() -> None:
@@ -83,7 +83,7 @@ def patch_copied_weights() -> None:
         finalize(model, *arguments, **keywords)
         refresh_copied_weights(model)
 
-    _install(reload, "finalize_layerwise_reload", finalize_with_copies)
+    install(reload, "finalize_layerwise_reload", finalize_with_copies)
 
 
 def patch_rotary_positions() -> None:
@@ -100,7 +100,7 @@ def patch_rotary_positions() -> None:
     def forward_heads(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
         return (forward if query.ndim == 2 else type(self).forward_native)(self, positions, query, key)
 
-    _install(RotaryEmbedding, "forward_cpu", forward_heads)
+    install(RotaryEmbedding, "forward_cpu", forward_heads)
 
 
 def patch_token_ranks() -> None:
@@ -119,7 +119,7 @@ def patch_token_ranks() -> None:
         mask = torch.empty_like(logprobs, dtype=torch.float32)
         return torch.ge(logprobs, of_token, out=mask).sum(-1).long()
 
-    _install(sampler, "batched_count_greater_than", count_not_less)
+    install(sampler, "batched_count_greater_than", count_not_less)
 
 
 def patch_seeded_chunked_prefill() -> None:
@@ -146,5 +146,5 @@ def patch_seeded_chunked_prefill() -> None:
         finally:
             self.input_batch.generators.update(self.removed_generators)
 
-    _install(CPUModelRunner, "_sample", sample_without_generators)
-    _install(CPUModelRunner, "_bookkeeping_sync", bookkeeping_with_generators)
+    install(CPUModelRunner, "_sample", sample_without_generators)
+    install(CPUModelRunner, "_bookkeeping_sync", bookkeeping_with_generators)

@@ -3,12 +3,13 @@
 vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`). It registers the engine,
 names semaphores so that our guard can clean them up, ends the process when the guard is killed, and installs patches:
 weight versions in every streamed piece, experts packed and copied weights refreshed at every load, numbers of MIG
-slices, rotary positions of latent attention and ranks of tokens on CPU. The engine itself is
+slices, rotary positions of latent attention, ranks of tokens and the engine's start on CPU. The engine itself is
 `roll_flash.weight_sync.shared_memory`.
 """
 
 from __future__ import annotations
 
+from roll_flash.inference.vllm.fork import patch_engine_start
 from roll_flash.inference.vllm.mig import patch_mig_slices
 from roll_flash.inference.vllm.patches import (
     patch_copied_weights,
@@ -36,6 +37,7 @@ def register() -> None:
     patch_mig_slices()
     patch_rotary_positions()
     patch_token_ranks()
+    patch_engine_start()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "roll_flash.weight_sync.shared_memory", "SharedMemoryWeightTransferEngine"

@@ -67,6 +67,7 @@ from roll_flash.learner.ranks.row_memory import (
 )
 from roll_flash.learner.weights.device import DeviceWeightStage
 from roll_flash.learner.weights.staged import WeightStage, check_can_be_staged, whole_tensors
+from roll_flash.processes.garbage import return_free_memory
 from roll_flash.stream.blocks import fetch_tokens
 from roll_flash.watchdog.stacks import register_stacks
 
@@ -442,6 +443,7 @@ class LearnerRank:
         if writing is not None:
             del self._writing[folder]
             checkpoint.finish_write(folder, writing)
+            return_free_memory()
         return True
 
     def load(self, folder: Path) -> None:
