@@ -31,7 +31,8 @@
 #define REMOVED ".wh." /* a name in a layer of an image that begins so is a mark: what the rest of it names is removed */
 #define OPAQUE "trusted.overlay.opaque" /* code inside may neither read nor set it */
 
-enum { OVERLAY = 0x794c7630, TMPFS = 0x01021994 }; /* linux/magic.h */
+enum { OVERLAY = 0x794c7630 }; /* linux/magic.h */
+enum { OPENAT2 = 437, NO_OTHER_MOUNT = 0x01, NO_LINK_OF_PROC = 0x02 }; /* linux/openat2.h (Linux 5.6) */
 enum { MAX_MOUNTS = 256, PATH_SIZE = 4096, DEEPEST = 200, MOST_TRIES = 3, BLOCK = 4096 };
 enum { ROOM = 8 << 20, ROOM_US = 1000000 }; /* memory in the sandbox for the engine's program, which took less than 3 MB */
 
@@ -259,13 +260,23 @@ void root_keep(uint64_t limit) {
  * forever on a FIFO and on some files of the kernel. */
 static const char *const engine_reads[] = {"/etc/passwd", "/etc/group"};
 
+/* Links may lead only to what the root itself has: in a fork every other file system is a new one, whose devices code
+ * inside cannot have removed. */
+static int open_of_root(const char *path) {
+    const struct {
+        uint64_t flags, mode, resolve;
+    } how = {O_PATH | O_CLOEXEC, 0, NO_OTHER_MOUNT | NO_LINK_OF_PROC};
+    int file = (int)syscall(OPENAT2, AT_FDCWD, path, &how, sizeof how);
+    if (file < 0 && (errno == ENOSYS || errno == EPERM)) return open(path, O_PATH | O_NOFOLLOW | O_CLOEXEC);
+    return file;
+}
+
 static bool is_plain(const char *path) {
     struct stat status;
     struct statfs system;
-    int file = open(path, O_PATH | O_CLOEXEC);
+    int file = open_of_root(path);
     if (file < 0) return errno == ENOENT || errno == ENOTDIR;
-    bool plain = fstat(file, &status) == 0 && S_ISREG(status.st_mode) && fstatfs(file, &system) == 0 &&
-                 (system.f_type == OVERLAY || system.f_type == TMPFS);
+    bool plain = fstat(file, &status) == 0 && S_ISREG(status.st_mode) && fstatfs(file, &system) == 0 && system.f_type == OVERLAY;
     close(file);
     errno = EINVAL;
     return plain;

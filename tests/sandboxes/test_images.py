@@ -329,6 +329,25 @@ def test_a_fork_is_refused_at_once_where_the_engine_would_wait_for_a_file(docker
     assert asyncio.run(fork()), "what ran goes on"
 
 
+@pytest.mark.parametrize("path", ["passwd", "group"])
+@pytest.mark.parametrize("there", ["/dev/ptmx", "/tmp/users", "/proc/self/fd/99"])
+def test_a_fork_is_refused_where_the_engine_would_read_another_file_than_here(
+    docker: str, path: str, there: str
+) -> None:
+    """A fork has a `/dev` of its own: the engine waited for ever for a terminal that code inside had removed here."""
+
+    async def fork() -> None:
+        async with open_sandbox(SandboxSpec(writable_root=True, user="0:0"), provider="docker") as sandbox:
+            link = f"echo x > /tmp/users; rm /dev/ptmx; cd /etc && mv {path} real && ln -s {there} {path}"
+            assert (await sandbox.exec(link)).ok
+            with pytest.raises(SandboxFileError, match=f"/etc/{path} is no plain file"):
+                await sandbox.snapshot()
+            assert (await sandbox.exec(f"ln -sf real /etc/{path}")).ok
+            await sandbox.snapshot()
+
+    asyncio.run(fork())
+
+
 def test_a_file_that_is_swapped_all_the_time_is_seen_as_what_it_is_when_all_has_stopped(docker: str) -> None:
     """A rename that had begun when its process was stopped is done afterwards."""
 
