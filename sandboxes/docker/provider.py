@@ -311,7 +311,7 @@ class DockerProvider:
         for entry in await list_entries(self.engine):
             if entry.name in self._guard.pending and entry.name not in self._requested:
                 if entry.kind == "snapshot":
-                    await remove_image(self.engine, entry.name, force=True)
+                    await remove_image(self.engine, entry.name)
                 else:
                     await self.remove(entry.name, has_run=False)
                 self._guard.request_done(entry.name)
@@ -325,8 +325,8 @@ class DockerProvider:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
         try:
-            for image in self._snapshots:
-                await remove_image(self.engine, image, force=True)
+            for image in reversed(self._snapshots):  # forks of forks first
+                await remove_image(self.engine, image)
         finally:
             if self._guarding is not None:
                 await asyncio.wait({self._guarding})

@@ -109,7 +109,7 @@ async def remove_leaked(engine: EngineApi) -> list[SandboxEntry]:
     containers = [entry for entry in leaked if entry.kind == "container"]
     await _remove(engine, containers)
     snapshots = [entry for entry in leaked if entry.kind == "snapshot"]
-    return containers + [entry for entry in snapshots if await remove_image(engine, entry.name, force=True)]
+    return containers + [entry for entry in snapshots if await remove_image(engine, entry.name)]
 
 
 async def _remove(engine: EngineApi, entries: Sequence[SandboxEntry]) -> None:

@@ -36,10 +36,12 @@ async def list_images(engine: EngineApi, repository: str, label: str) -> list[di
     return [image for image in await engine.json("GET", "/images/json", query=query) if image.get("RepoTags")]
 
 
-async def remove_image(engine: EngineApi, name: str, *, force: bool = False) -> bool:
-    """Remove an image. False if it is missing or a container uses it (with `force`: a running container)."""
-    query = {"force": "1"} if force else None
-    return (await engine.call("DELETE", f"/images/{name}", query=query, accept=(404, 409))).status_code == 200
+async def remove_image(engine: EngineApi, name: str) -> bool:
+    """Remove an image. False if it is missing or a container uses it.
+
+    Not by force: if a container runs, that removes only the name, and nobody finds the image any more.
+    """
+    return (await engine.call("DELETE", f"/images/{name}", accept=(404, 409))).status_code == 200
 
 
 async def use_build(engine: EngineApi, name: str) -> bool:

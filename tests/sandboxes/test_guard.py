@@ -14,7 +14,7 @@ import pytest
 from test_no_leaks import GONE_WITHIN_S, assert_gone, children_of, controller
 from test_pool import until
 
-from roll_flash.sandboxes import SandboxSpec, SandboxUnreachable, list_sandboxes, reap
+from roll_flash.sandboxes import SandboxSpec, SandboxUnreachable, list_sandboxes, open_sandbox, reap
 from roll_flash.sandboxes.docker.provider import DockerProvider
 from roll_flash.sandboxes.owner import process_started
 
@@ -80,6 +80,51 @@ def test_what_a_controller_and_its_watchdog_left_is_seen_and_removed_by_the_reap
     reaped = {entry.kind for entry in reap() if f":{process.pid}:" in entry.owner}
     assert reaped <= set(left)
     assert kinds_of(run, process.pid) == []
+
+
+FORKING = """
+import asyncio, sys
+from roll_flash.sandboxes import SandboxPool, SandboxSpec
+async def main():
+    async with SandboxPool(provider="docker", size=0, run=sys.argv[1]) as pool:
+        async with pool.lease(SandboxSpec(writable_root=True, user="0:0")) as sandbox:
+            forked = await sandbox.snapshot()
+            print("ready", flush=True); print(forked.image, flush=True)
+            await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+def wait_for_its_containers(run: str, pid: int) -> None:
+    end = time.monotonic() + GONE_WITHIN_S
+    while "container" in kinds_of(run, pid):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_a_snapshot_that_another_controllers_sandbox_uses_is_removed_after_it(docker: str) -> None:
+    """Without its name, which was removed at once, nobody found the image any more."""
+    run = f"forking-{os.getpid()}"
+
+    async def use(process: subprocess.Popen[str], image: str) -> None:
+        spec = SandboxSpec(image=image, writable_root=True, user="0:0")
+        async with open_sandbox(spec, provider="docker") as sandbox:
+            process.kill()
+            await asyncio.to_thread(wait_for_its_containers, run, process.pid)
+            await asyncio.sleep(2)
+            assert (await sandbox.exec("true")).ok
+
+    with controller(FORKING, run) as process:
+        assert process.stdout is not None
+        image = process.stdout.readline().strip()
+        number = subprocess.run(
+            ["docker", "image", "inspect", "-f", "{{.Id}}", image], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        asyncio.run(use(process, image))
+    end = time.monotonic() + GONE_WITHIN_S
+    while subprocess.run(["docker", "image", "inspect", number], capture_output=True, check=False).returncode == 0:
+        assert time.monotonic() < end, number
+        time.sleep(0.1)
 
 
 def watchdogs_of(pid: int) -> set[int]:
