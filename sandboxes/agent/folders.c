@@ -45,6 +45,21 @@ static void send_entry(struct walk *walk, int folder, const char *name, const st
     else wire_send(ENTRY, walk->channel, frame, (size_t)(at - frame));
 }
 
+static void visit(struct walk *walk, int folder, size_t prefix, int depth);
+
+/* No error if the folder has been removed since it was seen. */
+static void enter(struct walk *walk, int parent, const char *name, size_t prefix, int depth) {
+    int inner = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (inner >= 0 && depth <= DEEPEST) {
+        visit(walk, inner, prefix, depth);
+        return;
+    }
+    if (inner < 0 && errno != ENOENT && errno != ENOTDIR) walk->error = errno;
+    if (inner < 0) return;
+    walk->error = ELOOP;
+    close(inner);
+}
+
 static void visit(struct walk *walk, int folder, size_t prefix, int depth) {
     DIR *directory = fdopendir(folder);
     if (!directory) {
@@ -62,12 +77,7 @@ static void visit(struct walk *walk, int folder, size_t prefix, int depth) {
         snprintf(walk->path + end, sizeof walk->path - end, end > prefix ? "/%s" : "%s", entry->d_name);
         if (fstatat(dirfd(directory), entry->d_name, &status, AT_SYMLINK_NOFOLLOW) == 0) {
             send_entry(walk, dirfd(directory), entry->d_name, &status, prefix);
-            if (!walk->error && S_ISDIR(status.st_mode)) {
-                int inner = depth < DEEPEST ? openat(dirfd(directory), entry->d_name,
-                                                     O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC) : -1;
-                if (inner >= 0) visit(walk, inner, prefix, depth + 1);
-                else walk->error = depth < DEEPEST ? errno : ELOOP;
-            }
+            if (!walk->error && S_ISDIR(status.st_mode)) enter(walk, dirfd(directory), entry->d_name, prefix, depth + 1);
         }
         walk->path[end] = 0;
     }
@@ -97,7 +107,7 @@ static int remove_at(int parent, const char *name, int depth) {
     int folder = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (folder < 0 && errno == EACCES && fchmodat(parent, name, 0700, 0) == 0)
         folder = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    if (folder < 0) return errno;
+    if (folder < 0) return errno == ENOENT ? 0 : errno;
     fchmod(folder, 0700); /* folders of a package may be read-only, as those of Go's are */
     DIR *directory = fdopendir(folder);
     int error = directory ? 0 : errno;

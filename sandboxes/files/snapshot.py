@@ -11,7 +11,7 @@ import posixpath
 import stat
 import tarfile
 from collections.abc import Coroutine
-from errno import EFBIG, EINVAL
+from errno import EFBIG, EINVAL, ENAMETOOLONG, ENOENT, ENOTDIR
 from typing import Any
 
 from roll_flash.sandboxes.client import files
@@ -21,42 +21,93 @@ from roll_flash.sandboxes.errors import SandboxFileError
 from roll_flash.sandboxes.files.archive_stream import BLOCK, ArchiveError, Blocks, Budget, decompressed
 from roll_flash.sandboxes.files.archives import max_packed
 from roll_flash.sandboxes.files.tar_reader import Member, tar_members
-from roll_flash.sandboxes.files.tree_model import decoded
-from roll_flash.sandboxes.files.trees import MAX_ENTRIES, is_safe_name
+from roll_flash.sandboxes.files.tree_model import MAX_PATH_BYTES, decoded, encoded
+from roll_flash.sandboxes.files.trees import MAX_ENTRIES, gather_or_cancel, is_safe_name
 from roll_flash.sandboxes.spec import SandboxSpec
 
 MAX_SNAPSHOT_BYTES = 64 << 20
 PAGE_BYTES = 4096
 SHORT_LINK_BYTES = 127
 """Longest target of a link that takes no page."""
+ENTRY_BYTES = 1024
+"""Memory that each file, folder or link takes besides its content."""
+TEMPORARY_NAME_BYTES = 48
+"""Bytes by which the name under which a file is written (`agent/files.c`) may be longer than its own."""
 AGENT_BYTES = 2 << 20
 """Memory of a sandbox that its files may not take."""
 SHARED_FOLDER = "/tmp"
 PARALLEL_FILES = 64
 OPEN_FILES_SHARE = 8
-"""At most 1/OPEN_FILES_SHARE of the files that a sandbox may have open are written at the same time."""
+"""At most 1/OPEN_FILES_SHARE of the files that a sandbox may have open are read or written at the same time."""
 
 
 async def capture(connection: AgentConnection, spec: SandboxSpec) -> bytes:
     """Return a tar archive of the working directory and /tmp. Raises SandboxFileError if it is too large, or larger
-    than a new sandbox: sparse files and hard links take less here than they would there."""
-    found: list[tuple[str, Entry, bytes]] = []
-    total, left, room = 0, MAX_SNAPSHOT_BYTES, _Room(spec)
+    than a new sandbox: sparse files and hard links take less here than they would there; or if a name is too long."""
+    listed: list[tuple[str, Entry]] = []
+    total = 0
     for folder in _places(spec):
         for entry in await asyncio.to_thread(_plain, await files.list_tree(connection, folder, MAX_ENTRIES)):
-            is_file = stat.S_ISREG(entry.mode)
-            total += BLOCK + len(entry.path) + len(entry.target) + (entry.size if is_file else 0)
-            if total > MAX_SNAPSHOT_BYTES:
-                what = f"sandbox {connection.name}: its files and their names take more than"
-                raise SandboxFileError(f"{what} {MAX_SNAPSHOT_BYTES >> 20} MiB, too much for a snapshot", EFBIG)
+            total += BLOCK + len(entry.path) + len(entry.target) + (entry.size if stat.S_ISREG(entry.mode) else 0)
             path = f"{folder}/{decoded(entry.path)}"
-            # At most the bytes that are left: sizes of a sandbox are not trusted, and a file may have grown since.
-            content = await files.read_file(connection, path, left) if is_file else b""
-            left -= len(content)
-            if not room.holds(path, entry, len(content)):
-                raise SandboxFileError(f"sandbox {connection.name}: its files do not fit into another like it", EFBIG)
-            found.append((path, entry, content))
+            if total > MAX_SNAPSHOT_BYTES:
+                raise _too_large(connection)
+            if len(encoded(path)) + TEMPORARY_NAME_BYTES > MAX_PATH_BYTES:
+                raise SandboxFileError(f"sandbox {connection.name}: {path[:80]!r}…: name too long", ENAMETOOLONG)
+            listed.append((path, entry))
+    contents = await _contents(connection, [path for path, entry in listed if stat.S_ISREG(entry.mode)], spec)
+    found, room = list[tuple[str, Entry, bytes]](), _Room(spec)
+    for path, entry in listed:
+        if (content := contents.get(path, b"")) is None:
+            continue
+        if not room.holds(path, entry, len(content)):
+            raise SandboxFileError(f"sandbox {connection.name}: its files do not fit into another like it", EFBIG)
+        found.append((path, entry, content))
     return await asyncio.to_thread(_packed, found)
+
+
+async def _contents(connection: AgentConnection, paths: list[str], spec: SandboxSpec) -> dict[str, bytes | None]:
+    """Return the contents of files; None for one that was removed since it was listed. Raises SandboxFileError.
+
+    Of all together at most MAX_SNAPSHOT_BYTES are read: sizes of a sandbox are not trusted, and files may have grown.
+    """
+    found: dict[str, bytes | None] = {}
+    left, to_read = MAX_SNAPSHOT_BYTES, iter(paths)
+
+    async def read() -> None:
+        for path in to_read:
+            found[path] = await read_one(path)
+
+    async def read_one(path: str) -> bytes | None:
+        content = bytearray()
+
+        async def keep(part: bytes) -> None:
+            nonlocal left
+            content.extend(part)
+            left -= len(part)
+            if left < 0:
+                raise _too_large(connection)
+
+        try:
+            await files.read_parts(connection, path, MAX_SNAPSHOT_BYTES, keep)
+        except SandboxFileError as error:
+            if error.errno not in (ENOENT, ENOTDIR):
+                raise
+            return None
+        return bytes(content)
+
+    await gather_or_cancel([read() for _ in range(_parallel(spec))])
+    return found
+
+
+def _too_large(connection: AgentConnection) -> SandboxFileError:
+    what = f"sandbox {connection.name}: its files and their names take more than"
+    return SandboxFileError(f"{what} {MAX_SNAPSHOT_BYTES >> 20} MiB, too much for a snapshot", EFBIG)
+
+
+def _parallel(spec: SandboxSpec) -> int:
+    """Number of files that are read or written at the same time."""
+    return min(PARALLEL_FILES, max(1, spec.open_files // OPEN_FILES_SHARE))
 
 
 class _Room:
@@ -74,7 +125,7 @@ class _Room:
         taken = -(-size // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES * has_page
         place = path.startswith(self._workdir)
         self._left[place] -= taken
-        self._memory_left -= taken
+        self._memory_left -= taken + ENTRY_BYTES
         return min(self._left[place], self._memory_left) >= 0
 
 
@@ -130,8 +181,7 @@ async def restore(connection: AgentConnection, spec: SandboxSpec) -> None:
         for member, content in to_write:
             await files.write_file(connection, f"/{member.name}", content, member.mode)
 
-    parallel = min(PARALLEL_FILES, max(1, spec.open_files // OPEN_FILES_SHARE))
-    await asyncio.gather(*(write() for _ in range(parallel)))
+    await asyncio.gather(*(write() for _ in range(_parallel(spec))))
 
 
 def _made(connection: AgentConnection, member: Member) -> Coroutine[Any, Any, None]:

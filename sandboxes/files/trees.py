@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from errno import EFBIG, EINVAL
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from roll_flash.sandboxes.client import files
 from roll_flash.sandboxes.client.connection import AgentConnection
@@ -31,6 +31,7 @@ from roll_flash.sandboxes.files.tree_model import (
 )
 from roll_flash.sandboxes.files.tree_writer import TreeWriter
 
+T = TypeVar("T")
 MAX_ENTRIES = 20_000
 MAX_BYTES = 1 << 28
 PARALLEL_FILES = 16
@@ -148,11 +149,11 @@ async def _fetch_files(
             await files.read_parts(connection, f"{path.rstrip('/')}/{name}", most, keep)
             return size
 
-    await _gather_or_cancel([fetch(entry, name) for entry, name in entries])
+    await gather_or_cancel([fetch(entry, name) for entry, name in entries])
     return moved
 
 
-async def _gather_or_cancel(moves: list[Coroutine[Any, Any, int]]) -> list[int]:
+async def gather_or_cancel(moves: list[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all moves and return their results; on the first error cancel the rest and raise it."""
     tasks = [asyncio.ensure_future(move) for move in moves]
     try:
@@ -201,7 +202,7 @@ async def _send(connection: AgentConnection, outgoing: _Outgoing, path: str) -> 
 
     await files.make_directory(connection, path, 0o755)
     await files.in_order(files.make_directory(connection, f"{target}/{name}", 0o755) for name in outgoing.folders)
-    sent = await _gather_or_cancel([send(*file) for file in outgoing.files])
+    sent = await gather_or_cancel([send(*file) for file in outgoing.files])
     await files.in_order(
         files.make_symlink(connection, leads_to, f"{target}/{name}") for name, leads_to in outgoing.links
     )

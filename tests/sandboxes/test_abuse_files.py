@@ -462,6 +462,85 @@ def test_a_file_that_grows_while_its_snapshot_is_taken_is_counted_as_it_was_read
     within(provider, take, SandboxSpec(memory_mb=64))
 
 
+LONG = """
+import os, sys
+left = int(sys.argv[1]) - len(os.getcwd())
+while left:
+    name = "n" * (199 if left > 256 else left - 1)
+    os.mkdir(name)
+    os.chdir(name)
+    left -= 1 + len(name)
+make = {"file": os.mknod, "link": lambda name: os.symlink("x", name), "folder": os.mkdir}
+make[sys.argv[2]]("last")
+"""
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "folder"])
+def test_a_path_that_is_too_long_in_another_sandbox_is_no_snapshot(provider: str, kind: str) -> None:
+    """No fork of it started: one cannot be made there by its whole name, or not the file that takes its place."""
+
+    async def take(sandbox: Sandbox) -> SandboxSpec:
+        assert (await sandbox.exec(["python3", "-c", LONG, "4094" if kind != "file" else "4080", kind])).ok
+        with pytest.raises(SandboxFileError, match="name too long"):
+            await sandbox.snapshot()
+        assert (await sandbox.exec(["sh", "-c", "rm -r n*"])).ok
+        assert (await sandbox.exec(["python3", "-c", LONG, "4040", kind])).ok
+        return await sandbox.snapshot()
+
+    async def count(sandbox: Sandbox) -> bytes:
+        return (await sandbox.exec("find . -name last | wc -l")).stdout
+
+    assert within(provider, count, within(provider, take)) == b"1\n"
+
+
+EMPTY_LINKS = """
+import os
+for folder in ("/sandbox", "/tmp"):
+    os.chdir(folder)
+    open("full", "wb").write(bytes(20 << 20))
+    open("0", "wb").close()
+    for number in range(1, 19000):
+        os.link("0", str(number))
+"""
+
+
+def test_what_takes_more_memory_in_another_sandbox_is_no_snapshot(limited: str) -> None:
+    """Links to one file are files there, of which each takes memory even if it is empty: no fork of it started."""
+    spec = SandboxSpec(memory_mb=72, tmpfs_mb=32)
+
+    async def take(sandbox: Sandbox) -> SandboxSpec:
+        assert (await sandbox.exec(["python3", "-c", EMPTY_LINKS])).ok
+        with pytest.raises(SandboxFileError, match="its files do not fit into another like it"):
+            await sandbox.snapshot()
+        assert (await sandbox.exec("rm full")).ok
+        return await sandbox.snapshot()
+
+    async def count(sandbox: Sandbox) -> bytes:
+        return (await sandbox.exec("ls | wc -l")).stdout
+
+    assert within(limited, count, within(limited, take, spec)) == b"19000\n"
+
+
+def test_what_is_removed_while_a_snapshot_is_taken_is_not_in_it(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that makes and removes files all the time could choose that there is no snapshot."""
+    listed = files.list_tree
+
+    async def take(sandbox: Sandbox) -> SandboxSpec:
+        async def vanish(*words: Any) -> Any:
+            entries = await listed(*words)
+            assert (await sandbox.exec("rm -f gone; rm -rf folder; touch folder")).ok
+            return entries
+
+        assert (await sandbox.exec("mkdir folder; touch a gone folder/gone z")).ok
+        monkeypatch.setattr(files, "list_tree", vanish)
+        return await sandbox.snapshot()
+
+    async def look(sandbox: Sandbox) -> bytes:
+        return (await sandbox.exec("find . -type f | sort")).stdout
+
+    assert within(provider, look, within(provider, take)) == b"./a\n./z\n"
+
+
 DEEP = """
 import os
 for _ in range(198):
