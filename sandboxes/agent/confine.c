@@ -45,6 +45,8 @@ static const int refused[] = {
     SYS_init_module, SYS_finit_module, SYS_delete_module, SYS_kexec_load, SYS_kexec_file_load, SYS_syslog,
     SYS_settimeofday, SYS_clock_settime, SYS_clock_adjtime, SYS_adjtimex, SYS_sethostname, SYS_setdomainname,
     SYS_sync, /* writes out all that the machine has not written yet; nothing in a sandbox lies on a disk */
+    443, /* quotactl_fd (Linux 5.14): one of its commands does the same, for everybody */
+    467, /* open_tree_attr (Linux 6.15) */
     SYS_lookup_dcookie, SYS_vhangup, SYS_nfsservctl, SYS_move_pages, SYS_migrate_pages,
     447, /* memfd_secret (Linux 5.14): each page splits the kernel's own map of memory, which slows the whole machine */
 #if defined(__x86_64__)
@@ -55,6 +57,9 @@ static const int refused[] = {
 /* Nothing that code here writes lies on a disk, but files that it can read do: to write out one of those (the image, the
  * passwd file) makes the machine's disk empty its cache, as `sync` does. */
 static const int writing_out[] = {SYS_syncfs, SYS_fsync, SYS_fdatasync};
+
+/* Of btrfs, for everybody who can open a file there: they write out all that it has not written yet. */
+static const int writing_ioctls[] = {0x9408 /* BTRFS_IOC_SYNC */, (int)0x80089418 /* BTRFS_IOC_START_SYNC */};
 
 /* A command that another one makes idle before its program runs gets no processor while 40 others are busy, and the agent
  * waits for it; one that made itself idle would not even die. Within a sandbox priorities serve nothing else. */
@@ -291,6 +296,7 @@ void confine(void) {
     refuse_with_both(SYS_fcntl, 1, F_SETSIG, SIGCONT); /* a socket could send it to a stopped process: see members.c */
     refuse_with_both(SYS_fcntl, 1, F_SETSIG, SIGKILL);
     for (size_t i = 0; i < sizeof loading_ioctls / sizeof *loading_ioctls; i++) refuse_with(SYS_ioctl, 1, (uint32_t)loading_ioctls[i]);
+    for (size_t i = 0; i < sizeof writing_ioctls / sizeof *writing_ioctls; i++) refuse_with(SYS_ioctl, 1, (uint32_t)writing_ioctls[i]);
     if (is_host_root()) refuse_what_root_shares();
     refuse_huge_pages();
     limit_sockets(SYS_socket);

@@ -498,6 +498,7 @@ int main(int count, char **words) {
     if (!strcmp(what, "core")) return told(change_core());
     if (!strcmp(what, "connections")) return told(fill_connections((int)number));
     if (!strcmp(what, "sync")) return told(syscall(SYS_sync));
+    if (!strcmp(what, "sync-quotas")) return told(syscall(443, open("/usr", O_PATH), 0x80000100 /* Q_SYNC */, 0, NULL));
     if (!strcmp(what, "syncfs")) return told(syscall(SYS_syncfs, -1));
     if (!strcmp(what, "fsync")) return told(fsync(-1) | fdatasync(-1));
     if (!strcmp(what, "secret-memory")) return told(syscall(447, 0));

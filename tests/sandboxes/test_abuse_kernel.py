@@ -203,6 +203,9 @@ def test_nothing_of_the_machine_is_written_out_for_a_sandbox(provider: str) -> N
     assert attempt(provider, "syncfs").stdout == b"0\n"
     assert attempt(provider, "fsync").stdout == b"0\n"
     assert shell(provider, "sync && sync -f /sandbox").exit_code == 0
+    assert attempt(provider, "sync-quotas").stdout == b"Operation not permitted\n"
+    for of_btrfs in ("0x9408", "0x80089418"):
+        assert attempt(provider, "ioctl", of_btrfs).stdout == b"Operation not permitted\n"
 
 
 def test_code_inside_cannot_read_the_agent_program(provider: str) -> None:
