@@ -18,6 +18,9 @@ CORE_LIMIT = 1
 TCP_RECEIVE_BYTES = "4096 131072 131072"
 """Least, first and most bytes that a TCP socket may receive before they are read. The kernel's default allows it to
 collect 32 MB of errors and time stamps, which no memory limit counts."""
+MAX_CLOSED_CONNECTIONS = "2048"
+"""Most TCP connections that are remembered for a minute after their end, in memory that no limit counts."""
+NETWORK_SETTINGS = {"net.ipv4.tcp_rmem": TCP_RECEIVE_BYTES, "net.ipv4.tcp_max_tw_buckets": MAX_CLOSED_CONNECTIONS}
 INODES_PER_MB = 256
 """Files per MiB, as on a usual disk: each takes about 1 KiB of the sandbox's memory."""
 FILES_OF_PROC = (
@@ -30,6 +33,8 @@ FILES_OF_PROC = (
 )
 """What is in /proc besides processes, on any kernel. Its modes are the machine's: root could take it from all others,
 or let them read what is root's."""
+FILES_CLOSED_TO_ALL = "bus fs irq pressure sys sysrq-trigger"
+"""The engine's own list, and `pressure`: what any user writes there is work and memory of the machine without limit."""
 ROOT_LAYER = "/.roll-flash-root"
 ROOT_CAPABILITIES = (
     *("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "MKNOD"),  # to copy files of any owner into the layer
@@ -88,9 +93,11 @@ def container_config(
             "NetworkMode": "none" if network_container is None else f"container:{network_container}",
             "Dns": ["127.0.0.1"] if network_container is None else None,
             **_rights(spec),
-            **({"ReadonlyPaths": [f"/proc/{name}" for name in FILES_OF_PROC.split()]} if number == "0" else {}),
+            "ReadonlyPaths": [
+                f"/proc/{name}" for name in (FILES_OF_PROC if number == "0" else FILES_CLOSED_TO_ALL).split()
+            ],
             **_limits(spec),
-            "Sysctls": {"net.ipv4.tcp_rmem": TCP_RECEIVE_BYTES} if network_container is None else {},
+            "Sysctls": NETWORK_SETTINGS if network_container is None else {},
             "ReadonlyRootfs": True,
             "Tmpfs": _writable_places(spec, f"uid={number},gid={group}", volumes),
             "Mounts": _mounts(agent_volume, passwd),

@@ -32,6 +32,8 @@ USER_INSIDE = f"{GROUP}:{GROUP}"
 SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl/certs", "/etc/localtime", "/etc/mime.types")
 SEARCH_PATH = "/usr/local/bin:/usr/bin:/bin"
+PRESSURE = "/proc/pressure"
+"""Any user may write there; kernels without it do not have it."""
 
 
 class LocalProvider:
@@ -257,6 +259,8 @@ def bubblewrap_command(spec: SandboxSpec, files: list[int]) -> list[str]:
     command += ["--as-pid-1", "--cap-drop", "ALL", "--uid", user, "--gid", group, "--hostname", "sandbox", "--clearenv"]
     # /proc/sys read-only: else the sandbox could change the kernel settings of its own namespaces.
     command += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
+    if os.path.exists(PRESSURE):
+        command += ["--ro-bind", PRESSURE, PRESSURE]
     command += ["--perms", "1777", "--size", str(SHM_MB << 20), "--tmpfs", "/dev/shm"]
     # Message queues exist without this mount too; with it, a reset removes them.
     command += ["--mqueue", "/dev/mqueue", "--remount-ro", "/dev"]

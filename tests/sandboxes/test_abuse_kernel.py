@@ -342,6 +342,7 @@ def test_the_agents_proc_entries_are_closed(provider: str, path: str) -> None:
         "/proc/sys/kernel/hostname",
         "/proc/sys/vm/drop_caches",
         "/proc/sys/kernel/modprobe",
+        "/proc/pressure/cpu",
         "/sys/fs/cgroup/cgroup.procs",
         "/sys/fs/cgroup/memory/memory.limit_in_bytes",
         "/sys/fs/cgroup/pids/pids.max",

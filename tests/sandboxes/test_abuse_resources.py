@@ -322,6 +322,25 @@ def test_what_a_socket_may_keep_cannot_be_changed(provider: str) -> None:
     assert seen[2] == (b"True" if provider == "docker" else b"False"), "docs/security.md says so of local"
 
 
+CLOSED = """
+import socket
+server = socket.create_server(("127.0.0.1", 8000))
+for _ in range(6000):
+    client = socket.create_connection(("127.0.0.1", 8000))
+    accepted = server.accept()[0]
+    client.close()
+    accepted.close()
+print(open("/proc/net/sockstat").read().split("tw ")[1].split()[0])
+"""
+
+
+@pytest.mark.docker
+def test_few_closed_connections_are_remembered(docker: str) -> None:
+    """Each is memory of the machine for a minute, which no limit counts."""
+    seen = within(docker, lambda sandbox: sandbox.exec(["python3", "-c", CLOSED])).stdout
+    assert 0 < int(seen) <= 2048
+
+
 def test_using_up_the_file_descriptors_hurts_only_the_command(provider: str) -> None:
     assert int(attempt(provider, "descriptors").stdout) <= 1024 * 1024
 
