@@ -152,12 +152,20 @@ static long flags_of(int fd) {
 static int open_folder(const char *path) { return open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC); }
 
 static void restore(const char *path, mode_t mode, int flags) {
-    if (chmod(path, mode | 0700) < 0) return; /* owned by another user, so code inside cannot have changed it */
-    int fd = open_folder(path);
-    if (fd >= 0 && flags >= 0 && flags_of(fd) != flags) ioctl(fd, FS_IOC_SETFLAGS, &flags);
-    if (fd >= 0) close(fd);
-    chmod(path, mode);
-    utimensat(AT_FDCWD, path, NULL, 0);
+    if (chmod(path, mode | 0700) == 0) { /* else it is owned by another user, so code inside cannot have changed it */
+        int fd = open_folder(path);
+        if (fd >= 0 && flags >= 0 && flags_of(fd) != flags) ioctl(fd, FS_IOC_SETFLAGS, &flags);
+        if (fd >= 0) close(fd);
+        chmod(path, mode);
+    }
+    utimensat(AT_FDCWD, path, NULL, 0); /* whoever may write to it may do this */
+}
+
+static void touch_members(const char *path) {
+    DIR *directory = opendir(path);
+    for (struct dirent *entry; directory && (entry = readdir(directory));)
+        utimensat(dirfd(directory), entry->d_name, NULL, AT_SYMLINK_NOFOLLOW);
+    if (directory) closedir(directory);
 }
 
 static void describe(const char *path) {
@@ -168,15 +176,17 @@ static void describe(const char *path) {
     if (fd >= 0) close(fd);
 }
 
-/* `agent --folders [--restore MODE FLAGS PATH] ... PATH ...`: prints a line for each PATH, a folder that a sandbox may
- * write to or a device that its user may own: mode, inode flags, owner (confine.c allows no extended attributes).
- * `--restore` restores mode and flags, and sets the times to now. The caller compares the lines to detect a failed
- * restore. */
+/* `agent --folders [--restore MODE FLAGS PATH] ... [--touch PATH] ... PATH ...`: prints a line for each PATH, a folder
+ * that a sandbox may write to or a device that its user may own: mode, inode flags, owner (confine.c allows no extended
+ * attributes). `--restore` restores mode and flags, and sets the times to now. `--touch` sets the times of what is in a
+ * folder to now, where code inside may do that too. The caller compares the lines to detect a failed restore. */
 int folders(int count, char **words) {
     for (int i = 0; i < count; i++) {
         if (!strcmp(words[i], "--restore") && i + 3 < count) {
             restore(words[i + 3], (mode_t)strtol(words[i + 1], NULL, 8), atoi(words[i + 2]));
             i += 3;
+        } else if (!strcmp(words[i], "--touch") && i + 1 < count) {
+            touch_members(words[++i]);
         } else {
             describe(words[i]);
         }

@@ -17,6 +17,8 @@ from roll_flash.sandboxes.spec import SandboxSpec
 WRITABLE = ("/tmp", "/dev/shm", "/dev/mqueue")
 TERMINALS = ("/dev/pts", "/dev/pts/ptmx")
 """They belong to the user of a local sandbox, who may change their modes and times, but add nothing."""
+DEVICES = "/dev"
+"""What it holds belongs to root, but whoever may write to a device or link may set its times to now."""
 MAX_AGE_S = FOREIGN_AGE_S / 2
 """Age in seconds from which a sandbox is not reused. Controllers on other machines, which cannot see whether its own
 lives, take it for a leftover after twice that."""
@@ -82,7 +84,7 @@ def _restoring(spec: SandboxSpec, folders: bytes) -> list[str]:
         mode, flags, *_ = line.split(" ")
         if mode.isdigit():  # else the folder does not exist
             words += ["--restore", mode, flags, path]
-    return words
+    return [*words, "--touch", DEVICES]
 
 
 async def _emptied(connection: AgentConnection, folder: str) -> bool:

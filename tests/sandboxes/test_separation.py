@@ -301,6 +301,26 @@ def test_with_reuse_terminals_are_as_new_for_the_next_lease(provider: str) -> No
     assert within(provider, leave) == b"755\n666\n"
 
 
+@pytest.mark.docker
+def test_with_reuse_times_of_what_belongs_to_root_are_as_new_for_the_next_lease(docker: str) -> None:
+    """Whoever may write to a device, a folder or a link may set its times to now, and so leave a number there."""
+    times = "cd /dev; stat -c '%n %x %y' . * pts/ptmx"
+
+    async def leave(sandbox: Sandbox) -> list[str]:
+        async def seen() -> set[str]:
+            return {*(await sandbox.exec(times)).stdout_text.splitlines()}
+
+        new = await seen()
+        await sandbox.exec("cd /dev; touch -c null zero full random urandom tty shm mqueue pts/ptmx; touch -h fd stdin")
+        assert isinstance(sandbox, AgentSandbox)
+        left = await seen() - new
+        assert len(left) > 8, left
+        assert await sandbox.reset()
+        return sorted(left & await seen())
+
+    assert within(docker, leave) == []
+
+
 @pytest.mark.parametrize("what", ["inotify", "timer", "pipe", "rights"])
 def test_a_sandbox_that_takes_all_that_one_user_may_have_takes_nothing_of_another(provider: str, what: str) -> None:
     async def take() -> tuple[int, bytes]:
