@@ -98,7 +98,7 @@ static bool is_named(const char *path, char **names, size_t count) {
     return false;
 }
 
-/* `volumes`: paths that the engine mounted over because the image declares them; the root already has these paths. */
+/* `volumes`: where the engine mounted something because the image declares it; the root already has these paths. */
 static void carry_over(const char *path, char **volumes, size_t volume_count) {
     struct stat status;
     char target[2 * PATH_SIZE];
@@ -107,6 +107,12 @@ static void carry_over(const char *path, char **volumes, size_t volume_count) {
     must(stat(path, &status) == 0, path);
     if (S_ISREG(status.st_mode)) copy_file(path, target);
     else must(mount(path, target, NULL, MS_BIND | MS_REC, NULL) == 0, path);
+}
+
+/* Returns the place that a path leads to, where the engine mounted a volume whose path goes through a link. */
+static char *place_of(char *path) {
+    char *place = realpath(path, NULL);
+    return place ? place : path;
 }
 
 static void bind_read_only(const char *from, const char *to) {
@@ -132,6 +138,7 @@ void root_enter(char **words, size_t count) {
     must(mkdir(CHANGES, 0755) == 0 && mkdir(LAYER "/work", 0700) == 0 && mkdir(MERGED, 0755) == 0 && mkdir(IMAGE, 0755) == 0, LAYER);
     must(mount("overlay", MERGED, "overlay", MS_NOSUID | MS_NODEV, "lowerdir=/,upperdir=" CHANGES ",workdir=" LAYER "/work") == 0, "overlay");
     size_t mount_count = read_mounts(mounts);
+    for (size_t i = 2; i < count; i++) words[i] = place_of(words[i]);
     for (size_t i = 0; i < mount_count; i++) {
         carry_over(mounts[i], words + 2, count - 2);
         free(mounts[i]);

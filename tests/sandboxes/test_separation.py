@@ -250,6 +250,16 @@ def test_a_writable_root_has_what_the_image_holds_in_its_volumes(docker: str) ->
     assert result.stdout == b"given\ngiven\nmore\n"
 
 
+@pytest.mark.docker
+def test_a_writable_root_has_what_the_image_holds_in_a_volume_behind_a_link(docker: str) -> None:
+    image = (
+        "FROM roll-flash-sandbox:latest\nUSER root\n"
+        "RUN mkdir -p /srv/db && echo given > /srv/db/file && ln -s srv /data\nVOLUME /data/db\n"
+    )
+    spec = SandboxSpec(dockerfile=image, writable_root=True, user="0:0")
+    assert shell(docker, "cat /data/db/file", spec).stdout == b"given\n"
+
+
 @pytest.mark.parametrize("path", ["/", "/proc/x", "/dev", "/.roll-flash", "/a/../../sys"])
 def test_a_volume_that_cannot_be_bounded_is_refused(path: str) -> None:
     with pytest.raises(SandboxSpecError, match="declares a volume"):
