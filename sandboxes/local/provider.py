@@ -86,7 +86,7 @@ class LocalProvider:
         name = user.name
         async with self._starts:
             connection = AgentConnection(name)
-            cgroup = await asyncio.to_thread(make_cgroup, name, spec) if self.limited else None
+            cgroup = await _make_cgroup(name, spec) if self.limited else None
             spawning = asyncio.ensure_future(self._spawn(user, spec, connection, cgroup))
             try:
                 process = await asyncio.shield(spawning)
@@ -196,6 +196,18 @@ class HostUser:
 
     def release(self) -> None:
         self._mark.close()
+
+
+async def _make_cgroup(name: str, spec: SandboxSpec) -> Cgroup:
+    """Create control groups; none is left if this is cancelled. Raises OSError."""
+    making = asyncio.ensure_future(asyncio.to_thread(make_cgroup, name, spec))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        await asyncio.wait({making})
+        if making.exception() is None:
+            making.result().remove()
+        raise
 
 
 async def _end_and_release(process: asyncio.subprocess.Process, cgroup: Cgroup | None, user: HostUser) -> None:

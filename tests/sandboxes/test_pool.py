@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import os
+import threading
 import time
 from asyncio.base_subprocess import BaseSubprocessTransport
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from roll_flash.sandboxes import (
     providers,
 )
 from roll_flash.sandboxes.client import agent_sandbox, reset
+from roll_flash.sandboxes.local.cgroup import Cgroup, can_limit, make_cgroup
 from roll_flash.sandboxes.owner import Owner
 from roll_flash.sandboxes.pool import sandbox_pool
 from roll_flash.sandboxes.pool.warm import WarmSandboxes
@@ -376,6 +378,34 @@ def test_a_start_that_is_given_up_when_its_process_exists_ends_in_time_and_leave
     while _agents() - before and time.monotonic() < end:
         time.sleep(0.05)
     assert _agents() - before == set()
+
+
+@pytest.mark.skipif(not can_limit(), reason="this user can make no control groups")
+def test_a_start_that_is_given_up_while_its_control_groups_are_made_leaves_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Cgroup] = []
+    begun = threading.Event()
+
+    def slow(name: str, spec: SandboxSpec) -> Cgroup:
+        begun.set()
+        time.sleep(0.3)
+        made.append(make_cgroup(name, spec))
+        return made[0]
+
+    async def give_up() -> None:
+        provider = await connect_provider("local")
+        monkeypatch.setattr("roll_flash.sandboxes.local.provider.make_cgroup", slow)
+        opening = asyncio.ensure_future(provider.open(SandboxSpec(), run="given-up", timeout_s=20))
+        await asyncio.to_thread(begun.wait, 20)
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        assert opening.cancelled()
+        await until(lambda: bool(made))
+        await provider.close()
+
+    asyncio.run(give_up())
+    assert [folder for folder in made[0].folders if folder.exists()] == []
 
 
 def _agents() -> set[int]:
