@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from roll_flash.sandboxes.docker.api import EngineApi
+from roll_flash.sandboxes.files.tree_model import decoded, encoded
 from roll_flash.sandboxes.owner import DOCKER_USERS, GROUP
 from roll_flash.sandboxes.scratch import scratch_folder
 
@@ -18,6 +19,8 @@ NOT_SEEN = "bind source path does not exist"
 """Error text of an engine that cannot see this machine's files."""
 MAX_BYTES = 1 << 18
 """Maximum size of /etc/passwd: in a snapshot the model controls the file, and it is held in memory."""
+MAX_DIGITS = 20
+"""Digits from which on a number is no user's. Python refuses to convert thousands of them."""
 
 
 async def read_users(engine: EngineApi, container: str) -> str | None:
@@ -28,7 +31,7 @@ async def read_users(engine: EngineApi, container: str) -> str | None:
     if told["size"] > MAX_BYTES:
         return None
     found = await engine.read_file(container, PATH)
-    return found[1].decode(errors="surrogateescape") if found is not None else None
+    return decoded(found[1]) if found is not None else None
 
 
 @contextmanager
@@ -36,17 +39,17 @@ def passwd_file(users: str, number: int, home: str) -> Iterator[str]:
     """Write a file with `users` and the sandbox's user; it must exist until the container has started."""
     with scratch_folder("users") as folder:
         path = folder / "passwd"
-        path.write_text(with_user(users, number, home), errors="surrogateescape")
+        path.write_bytes(encoded(with_user(users, number, home)))
         path.chmod(0o444)
         yield str(path)
 
 
 def with_user(users: str, number: int, home: str) -> str:
     """Add the sandbox's user to `users`, and drop users of earlier sandboxes, which snapshots contain."""
-    kept = [line for line in users.splitlines() if line and not _is_sandbox(line)]
+    kept = [line for line in users.split("\n") if line and not _is_sandbox(line)]
     return "\n".join([f"sandbox:x:{number}:{GROUP}::{home}:/bin/sh", *kept, ""])
 
 
 def _is_sandbox(line: str) -> bool:
     fields = line.split(":")
-    return len(fields) > 2 and fields[2].isdecimal() and int(fields[2]) in DOCKER_USERS
+    return len(fields) > 2 and fields[2].isdecimal() and len(fields[2]) < MAX_DIGITS and int(fields[2]) in DOCKER_USERS

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -213,9 +215,22 @@ def test_a_user_is_written_in_one_way(user: str) -> None:
 
 
 def test_a_forks_list_of_users_has_the_sandbox_once() -> None:
-    users = with_user("root:x:0:0::/root:/bin/sh\nno number:x:y\n", DOCKER_USERS[1], "/sandbox")
+    others = f"root:x:0:0::/root:/bin/sh\nno number:x:y\nlong:x:{'7' * 5000}:\npage:x:1:1:\x0c:/:\n"
+    users = with_user(others, DOCKER_USERS[1], "/sandbox")
     again = with_user(users, DOCKER_USERS[2], "/work")
-    assert again == f"sandbox:x:{DOCKER_USERS[2]}:1000::/work:/bin/sh\nroot:x:0:0::/root:/bin/sh\nno number:x:y\n"
+    assert again == f"sandbox:x:{DOCKER_USERS[2]}:1000::/work:/bin/sh\n{others}"
+
+
+def test_the_list_of_users_is_as_in_the_image_whatever_the_locale_of_this_machine_is() -> None:
+    program = """
+import sys
+from roll_flash.sandboxes.docker.passwd_file import passwd_file
+with passwd_file("m\\u00fcller:x:1:1:\\udcff:/:\\n", 7, "/w") as path:
+    sys.stdout.buffer.write(open(path, "rb").read())
+"""
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=ascii_only, check=False)
+    assert done.stdout == b"sandbox:x:7:1000::/w:/bin/sh\nm\xc3\xbcller:x:1:1:\xff:/:\n", done.stderr
 
 
 @pytest.mark.docker
