@@ -14,7 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from roll_flash.chat.templates import Conversation
+from roll_flash.chat.tokenizer import load_tokenizer
 from roll_flash.errors import ModelError
+from roll_flash.gateway.apis.prompt_text import PromptText
+from roll_flash.gateway.model_call import ModelCall
 from roll_flash.models.folder import check_chat_template, check_model_folder
 from roll_flash.models.prepare import _one_at_a_time, resolve_model
 from roll_flash.models.tiny import CHAT_TEMPLATE, vocabulary, write_tokenizer
@@ -150,6 +154,27 @@ def test_a_tokenizer_with_ids_that_the_model_does_not_have_is_refused(folder: Pa
 def test_a_smaller_tokenizer_fits_as_vocabularies_are_often_padded(folder: Path) -> None:
     write_tokenizer(folder, vocabulary(100))
     assert resolve_model(folder) == folder.resolve()
+
+
+def test_a_token_that_only_the_tokenizer_has_is_in_no_prompt(folder: Path) -> None:
+    """As gemma3's for images, which its small models lack. A model has it shown by a command that prints it, an agent
+    by a name of a tool, and a server that looks it up ends, with the turns of all other episodes."""
+    file = folder / "tokenizer.json"
+    tokens = json.loads(file.read_text())
+    tokens["added_tokens"].append({**tokens["added_tokens"][-1], "id": 128, "content": "<image>"})
+    file.write_text(json.dumps(tokens))
+    tokenizer = load_tokenizer(resolve_model(folder))
+    assert tokenizer.encode("a<image>b", add_special_tokens=False)[1] == 128
+    said = {"role": "user", "content": "a<image>b"}
+    conversation = Conversation(tokenizer, [said])
+    conversation.add_context("<image>", None)
+    conversation.add_observation([said])
+    tool = {"type": "function", "function": {"name": "<image>", "description": "", "parameters": {}}}
+    called = PromptText(tokenizer).whole(ModelCall((said,), (tool,), "name:<image>"))
+    assert max(*conversation.token_ids, *called) < 128
+    tokenizer.chat_template = f"<image>{tokenizer.chat_template}"
+    with pytest.raises(ModelError, match="the chat template shows tokens that the model does not have"):
+        Conversation(tokenizer, [said])
 
 
 def test_a_vocabulary_that_does_not_fit_its_weights_is_refused(folder: Path) -> None:

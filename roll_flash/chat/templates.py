@@ -47,6 +47,9 @@ _EXCHANGE: list[Message] = [{"role": "user", "content": "."}, {"role": "assistan
 """A conversation to try a template with."""
 TEMPLATE_KWARGS = "roll_flash_chat_template_kwargs"
 """Attribute of a tokenizer: arguments for its chat template, such as `{"enable_thinking": False}`."""
+UNKNOWN_IDS = "roll_flash_unknown_ids"
+"""Attribute of a tokenizer: ids of added tokens that the model does not have. gemma3's has one for images, which a text
+may spell out; servers end when they look it up."""
 _SOME_NAME, _SOME_RESULT = "some_tool_of_ours", "[[a result of a tool]]"
 _SOME_TOOL = {
     "type": "function",
@@ -155,6 +158,17 @@ class ChatTemplate:
         self._kwargs: dict[str, Any] = getattr(tokenizer, TEMPLATE_KWARGS, {})
         self._checked: set[tuple[object, ...]] = set()
         self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._unknown_ids: frozenset[int] = frozenset(getattr(tokenizer, UNKNOWN_IDS, ()))
+        if self._unknown_ids:
+            self._require_known_tokens()
+
+    def _require_known_tokens(self) -> None:
+        shown = self._render(_EXCHANGE[:1], with_header=True)
+        if not self._unknown_ids.isdisjoint(self._tokenizer.encode(shown, add_special_tokens=False)):
+            raise ModelError(
+                f"{self._name}: the chat template shows tokens that the model does not have; copy the tokenizer of "
+                "this model into its folder"
+            )
 
     @cached_property
     def opened_thinking(self) -> str:
@@ -317,11 +331,15 @@ class ChatTemplate:
         most = len(text) if room is None else 2 * max(0, room) + 64
         length = CHARACTERS_AT_FIRST * most
         while length < len(text):
-            token_ids: list[int] = self._tokenizer.encode(text[:length], add_special_tokens=False)
+            token_ids = self._encode(text[:length])
             if len(token_ids) > most:
                 return token_ids
             length *= 4
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return [each for each in token_ids if each not in self._unknown_ids] if self._unknown_ids else token_ids
 
     @property
     def _name(self) -> str:

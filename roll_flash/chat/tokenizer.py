@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from roll_flash.chat.templates import TEMPLATE_KWARGS
+from roll_flash.chat.templates import TEMPLATE_KWARGS, UNKNOWN_IDS
 from roll_flash.errors import ModelError, first_line
 from roll_flash.terminal import say
 
@@ -34,7 +34,19 @@ def load_tokenizer(folder: Path | str, chat_template_kwargs: Mapping[str, Any] |
 
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
     setattr(tokenizer, TEMPLATE_KWARGS, dict(chat_template_kwargs or {}))
+    setattr(tokenizer, UNKNOWN_IDS, _unknown_ids(tokenizer, Path(folder)))
     return tokenizer
+
+
+def _unknown_ids(tokenizer: Any, folder: Path) -> tuple[int, ...]:
+    """Return the ids of added tokens that the model of the folder does not have; none if there is no model."""
+    try:
+        vocabulary = json.loads((folder / "config.json").read_text()).get("vocab_size")
+    except (OSError, ValueError):
+        return ()
+    if not isinstance(vocabulary, int):
+        return ()
+    return tuple(number for number in tokenizer.added_tokens_decoder if number >= vocabulary)
 
 
 def load_checked_tokenizer(folder: Path, chat_template_kwargs: Mapping[str, Any]) -> Any:

@@ -147,7 +147,7 @@ class RowDemonstrations:
             if between:
                 conversation.add_observation(chat.results(between))
                 between = []
-            said = self._tokenizer.encode(self._said(message, chat.native), add_special_tokens=False)
+            said = self._template.tokens_of_turn(self._said(message, chat.native))
             conversation.add_generation(_as_if_sampled([*said, self._end_of_turn]))
         return [_demonstration(name, token_ids, mask, 1.0) for token_ids, mask, *_ in conversation.samples()]
 

@@ -41,7 +41,6 @@ class PromptText:
 
     def __init__(self, tokenizer: Any) -> None:
         """Raises ModelError for a tokenizer without a chat template."""
-        self._tokenizer = tokenizer
         self._template = chat_template_of(tokenizer)
         source = str(tokenizer.chat_template)
         self.knows_tools = "tools" in source
@@ -65,7 +64,7 @@ class PromptText:
     def forced(self, call: ModelCall) -> list[int]:
         """Beginning of a tool call, prefilled if the model must make one; these are not policy tokens."""
         text = self.forced_text(call)
-        return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
+        return self._template.tokens_of_turn(text) if text else []
 
     def before_answer(self, call: ModelCall) -> str:
         """Text at the end of the prompt that belongs to the answer: a forced call, or `<think>`."""
