@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from roll_flash.envs.held_out import draw_problem
 from roll_flash.envs.shipped.text_game import TextGame
+from roll_flash.errors import EnvError
 
 Cell = tuple[int, int]
 State = tuple[Cell, frozenset[Cell]]
@@ -18,6 +19,8 @@ STEPS: tuple[Cell, ...] = ((-1, 0), (1, 0), (0, -1), (0, 1))
 """Up, down, left, right, as (row, column)."""
 
 WALL_SHARE = 0.12
+MAX_FLOORS = 1000
+"""Floors that were drawn without a level of the moves asked for, after which there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +61,11 @@ class Level:
 def draw_level(generator: random.Random, size: int, boxes: int, moves: tuple[int, int]) -> Level:
     """Draw a level whose shortest solution has between `moves[0]` and `moves[1]` moves.
 
-    It is found by playing backwards from the solved positions, so every level can be solved.
+    It is found by playing backwards from the solved positions, so every level can be solved. Raises EnvError if none is
+    found: the floor may be too small for that many moves.
     """
     inner = [(row, column) for row in range(1, size - 1) for column in range(1, size - 1)]
-    while True:
+    for _ in range(MAX_FLOORS):
         floor = frozenset(cell for cell in inner if generator.random() >= WALL_SHARE)
         if len(floor) < 2 * boxes + 1:
             continue
@@ -70,6 +74,10 @@ def draw_level(generator: random.Random, size: int, boxes: int, moves: tuple[int
         if far:
             player, placed = generator.choice(sorted(far, key=lambda state: (state[0], sorted(state[1]))))
             return Level(size, floor, goals, player, placed)
+    raise EnvError(
+        f"TextSokoban: {MAX_FLOORS} floors of size {size} have no level of {moves[0]} to {moves[1]} moves with {boxes} "
+        "boxes; ask for fewer moves, or a larger size"
+    )
 
 
 def solve(level: Level) -> list[int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
 from typing import Any
 
@@ -19,7 +20,7 @@ from roll_flash.envs.shipped.repair_bugs import broken_versions, draw_bug, make_
 from roll_flash.envs.shipped.repair_programs import DRAWERS
 from roll_flash.envs.shipped.sokoban_level import TextSokoban, draw_level, solve
 from roll_flash.envs.shipped.text_game import parse_moves
-from roll_flash.errors import ConfigError
+from roll_flash.errors import ConfigError, EnvError
 from roll_flash.sandboxes import SandboxSpec, open_sandbox
 
 Steps = list[tuple[str, float, bool, dict[str, Any]]]
@@ -181,6 +182,27 @@ def test_no_held_out_task_is_a_training_task(env_id: str) -> None:
     training, held_out = asyncio.run(prompts(0)), asyncio.run(prompts(HELD_OUT_SEEDS))
     assert training.isdisjoint(held_out)
     assert len(training) > 20
+
+
+@pytest.mark.parametrize(
+    ("env_id", "kwargs", "seed"),
+    [
+        ("ShellMath-v0", {"largest": 3}, HELD_OUT_SEEDS),
+        ("TextSokoban-v0", {"size": 5, "least_moves": 60, "most_moves": 70}, 0),
+    ],
+)
+def test_a_task_without_a_problem_is_an_error_and_holds_up_no_worker(
+    env_id: str, kwargs: dict[str, Any], seed: int
+) -> None:
+    """None of 2+2, 2+3, ..., 3*3 is held out, so that the first evaluation looked for one for ever."""
+
+    async def reset() -> None:
+        returned = make_env(env_id, **kwargs).reset(seed=seed)
+        if inspect.isawaitable(returned):
+            await returned
+
+    with pytest.raises(EnvError, match=r"none of 10,000 problems is held out|1000 floors of size 5 have no level"):
+        asyncio.run(reset())
 
 
 @pytest.mark.parametrize(
