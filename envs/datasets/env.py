@@ -154,6 +154,7 @@ class SandboxDatasetEnv(DatasetEnv, SandboxToolEnv):
         if is_empty(code):
             return 0.0
         all_s = self._time_for_tests()
+        await self.sandbox.kill_all()  # what tools left running could answer in the program's place
         try:
             await self.sandbox.remove(PROGRAM)
             await self.sandbox.write(PROGRAM, code)

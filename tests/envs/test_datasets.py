@@ -1001,6 +1001,26 @@ def test_a_program_that_blocks_its_place_for_the_next_reward_earns_nothing_from_
     assert earned["second"] in (0.0, 1.0)  # what is only in the way is removed
 
 
+def test_nothing_that_a_tool_left_running_is_there_when_a_program_is_tested() -> None:
+    """In the `local` sandbox. It could read the tests, and answer in the program's place."""
+    tests = (
+        "import glob\n"
+        "for name in glob.glob('/proc/[0-9]*/cmdline'):\n"
+        "    assert b'98765' not in open(name, 'rb').read()\n"
+    )
+    env: Any = make_env("Dataset-v0", answer=tests, rewards=[{"function": "python_tests"}]).unwrapped
+
+    async def episode() -> float:
+        async with open_sandbox(SandboxSpec(), provider="local") as sandbox:
+            env.sandbox = sandbox
+            await env.reset(seed=0)
+            await sandbox.exec("setsid sleep 98765 > /dev/null 2>&1 &")
+            _, found, *_ = await env.step("```python\npass\n```")
+            return float(found)
+
+    assert asyncio.run(episode()) == 1.0
+
+
 def test_a_program_that_never_ends_earns_what_the_other_tests_of_its_time_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the `local` sandbox: an endless loop in each of many tests is the model's own failure, no failed episode."""
     monkeypatch.setattr(dataset_env, "ALL_TESTS_S", 6.0)
