@@ -65,6 +65,8 @@ class TextWorldExpress(gymnasium.Env[str, str]):
         self._kind = (game, ",".join(f"{name}={int(value)}" for name, value in sorted((params or {}).items())))
         self._show_actions = show_actions
         self._game: Any = None
+        self._is_asked = False
+        """A call of the game is under way, or has failed: it may have been given up, and still runs in its thread."""
         self._best = 0.0
         self._played: list[str] = []
         self._gold: list[str] = []
@@ -76,7 +78,7 @@ class TextWorldExpress(gymnasium.Env[str, str]):
         drawn = int(self.np_random.integers(HELD_OUT_SEEDS)) if seed is None else seed
         fold = "test" if drawn >= HELD_OUT_SEEDS else "train"
         self._best, self._played = 0.0, []
-        with _calls():
+        with self._asking():
             if self._game is None:
                 self._game = _open_game(*self._kind)
             if fold == "test":
@@ -91,7 +93,7 @@ class TextWorldExpress(gymnasium.Env[str, str]):
         chosen = read_action(action)
         valid = chosen in self.valid_actions
         self._played.append(chosen)
-        with _calls():
+        with self._asking():
             state = json.loads(self._game.stepJSON(chosen))
         reward = max(0.0, float(state["score"]) - self._best)
         self._best += reward
@@ -112,9 +114,16 @@ class TextWorldExpress(gymnasium.Env[str, str]):
         return self._gold[done]
 
     def close(self) -> None:
-        if self._game is not None:
-            _give_back(self._kind, self._game)
-            self._game = None
+        game, self._game = self._game, None
+        if game is not None and not self._is_asked:  # else that call would be a move in the next episode's game
+            _give_back(self._kind, game)
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        self._is_asked = True
+        with _calls():
+            yield
+        self._is_asked = False
 
     def _generated(self, fold: str, number: int) -> tuple[str, dict[str, Any]]:
         """Begin a game. Return its task and its first state."""

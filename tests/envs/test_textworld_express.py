@@ -5,8 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +122,34 @@ def test_a_java_that_is_killed_costs_its_episodes_and_the_next_one_starts_anothe
     env.close()
     env.reset(seed=0)
     env.close()
+
+
+@pytest.mark.adapters
+def test_a_game_with_a_call_that_was_given_up_is_played_by_no_other_episode() -> None:
+    """The call, of an episode that was evicted, would be a move in the other's game."""
+    evicted: Any = make_env(ID, params=ONE_ITEM).unwrapped
+    evicted.reset(seed=0)
+    game, has_begun, may_end = evicted._game, threading.Event(), threading.Event()
+
+    def step(action: str) -> str:
+        has_begun.set()
+        may_end.wait(30)
+        return str(game.stepJSON(action))
+
+    evicted._game = SimpleNamespace(stepJSON=step, _gateway_client=game._gateway_client)
+    thread = threading.Thread(target=evicted.step, args=("look around",))
+    thread.start()
+    assert has_begun.wait(30)
+    taken = evicted._game
+    evicted.close()
+    other: Any = make_env(ID, params=ONE_ITEM).unwrapped
+    try:
+        other.reset(seed=1)
+        assert other._game is not taken
+    finally:
+        may_end.set()
+        thread.join()
+        other.close()
 
 
 @pytest.mark.adapters
