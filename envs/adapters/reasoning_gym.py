@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
@@ -31,6 +32,7 @@ logger = logging.getLogger("roll_flash.envs")
 WRONG_SCORERS = {
     "coin_flip": "the answer 0 earns 1 for all questions but those whose answer is 1",
     "game_of_life_halting": "any answer earns 1 for every question",
+    "propositional_logic": "the premises of a question, copied and joined, earn 1",
 }
 """Data sets of reasoning-gym 0.1.25 with a wrong scorer; docs/adapters.md has the reasons."""
 MAX_SEEDS = 1 << 31
@@ -137,6 +139,8 @@ def _scored(dataset: Any, scorer: Any, entry: dict[str, Any], answer: str) -> tu
     """Return the score, an error caused by the answer, and an error caused by it only if the right answer has none."""
     try:
         check_answer(answer, scorer, str(entry["answer"] or ""))
+        if not _uses_given_numbers(answer, entry["metadata"]):
+            return 0.0, "the answer has other numbers than the question", ""
         score = float(dataset.score_answer(answer=answer, entry=entry))
         return (score, "", "") if 0.0 <= score <= 1.0 else (0.0, f"the score is {score:g}, not from 0 to 1", "")
     except UnsafeAnswerError as error:
@@ -145,3 +149,11 @@ def _scored(dataset: Any, scorer: Any, entry: dict[str, Any], answer: str) -> tu
         return 0.0, "", f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
     except Exception as error:  # third-party code may raise anything
         return 0.0, f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS], ""
+
+
+def _uses_given_numbers(answer: str, about: Mapping[str, Any]) -> bool:
+    """Return False for an answer to puzzle24 with other numbers than its question: the scorer does not compare them, so
+    that `1*2*3*4` solves every question."""
+    if about.get("source_dataset") != "puzzle24":
+        return True
+    return sorted(map(int, re.findall("[0-9]+", answer))) == sorted(about["numbers"])

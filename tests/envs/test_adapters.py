@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,27 @@ def test_a_data_set_whose_scorer_is_wrong_is_warned_of(
         env.reset(seed=seed)
         assert env.step(f"<answer>{always}</answer>")[1] == 1.0
     assert len(caplog.records) == 1
+
+
+@pytest.mark.adapters
+def test_copied_premises_are_a_conclusion_to_the_scorer_that_is_warned_of() -> None:
+    """Fails when the package has mended it, as the test above."""
+    env: Any = make_env("ReasoningGym-v0", dataset="propositional_logic")
+    for seed in range(10):
+        premises = re.findall(r"^\.?\d+\. (.*)$", env.reset(seed=seed)[0], re.MULTILINE)
+        assert env.step(f"<answer>{'∧'.join(f'({each})' for each in premises)}</answer>")[1] == 1.0
+    assert "propositional_logic" in reasoning_gym.WRONG_SCORERS
+
+
+@pytest.mark.adapters
+def test_a_way_to_24_with_other_numbers_than_the_question_has_earns_nothing() -> None:
+    """The package's scorer counts an answer's numbers, and compares them with none."""
+    env: Any = make_env("ReasoningGym-v0", dataset="puzzle24")
+    for seed in range(10):
+        env.reset(seed=seed)
+        reward, info = (result := env.step("<answer>1*2*3*4</answer>"))[1], result[4]
+        assert (reward, info["score_error"]) == (0.0, "the answer has other numbers than the question")
+        assert env.step(env.oracle())[1] == 1.0
 
 
 @pytest.mark.adapters
