@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from roll_flash.envs.adapters import reasoning_gym
+from roll_flash.envs.adapters.textarena import games
 from roll_flash.envs.check.checks import check_environment
 from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError
@@ -173,6 +174,24 @@ def test_a_game_of_textarena_is_won_by_the_right_moves_and_told_without_repetiti
         assert "You are playing" not in said
         low, high = (guess + 1, high) if "higher" in said else (low, guess - 1)
     assert (reward, info["success"]) == (1.0, True)
+
+
+@pytest.mark.adapters
+@pytest.mark.parametrize(("game", "earned"), [("Bandit-v0", 0.0), ("Set-v0", 20.0)])
+def test_a_game_whose_reward_is_wrong_is_warned_of(game: str, earned: float, caplog: pytest.LogCaptureFixture) -> None:
+    """Fails when the package has mended it: then take it out of `WRONG_GAMES` and docs/adapters.md."""
+    games._warn_of.cache_clear()
+    for seed in (1, 2, 3):
+        env: Any = make_env("TextArena-v0", game=game, max_turns=30)
+        env.reset(seed=seed)
+        buttons = env.unwrapped._game._game.state.game_state.get("ground_truth", {})
+        best = max(buttons, key=buttons.get) if buttons else "1, 1, 1"
+        terminated = False
+        while not terminated:
+            _, reward, terminated, truncated, _ = env.step(f"[{best}]")
+            assert not truncated
+        assert reward == earned
+    assert [f"the reward of the game {game[:-3]} is wrong" in line for line in caplog.messages] == [True]
 
 
 @pytest.mark.adapters

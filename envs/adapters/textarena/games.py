@@ -6,7 +6,9 @@ data). Two-player games are in `TextArenaDuel-v0`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import gymnasium
@@ -14,6 +16,14 @@ import gymnasium
 from roll_flash.chat.model_text import without_thinking
 from roll_flash.envs.adapters.textarena.game import Game, GameRaisedError
 from roll_flash.envs.base import TextSpace
+
+logger = logging.getLogger("roll_flash.envs")
+
+WRONG_GAMES = {
+    "Bandit": "the best button earns 0 and the worst the most",
+    "Set": "the same card three times, [1, 1, 1], is a set on every turn",
+}
+"""Games of textarena 0.7.4, by the name before the version, with a wrong reward; docs/adapters.md has the reasons."""
 
 
 class TextArena(gymnasium.Env[str, str]):
@@ -30,6 +40,7 @@ class TextArena(gymnasium.Env[str, str]):
         self, game: str = "GuessTheNumber-v0", game_kwargs: Mapping[str, Any] | None = None, max_turns: int = 20
     ) -> None:
         self._game = Game("TextArena-v0", game, game_kwargs or {}, players=1)
+        _warn_of(game.split("-v")[0])
         self._max_turns = max_turns
         self._turns = 0
 
@@ -55,3 +66,14 @@ class TextArena(gymnasium.Env[str, str]):
     def conclude(self) -> tuple[float, dict[str, Any]]:
         """Return the result of a game that the run ended before it was over."""
         return 0.0, {"success": False}
+
+
+@cache
+def _warn_of(game: str) -> None:
+    """Warn of a game with a wrong reward, once per process."""
+    if game in WRONG_GAMES:
+        logger.warning(
+            "TextArena-v0: the reward of the game %s is wrong: %s; a policy learns nothing from it",
+            game,
+            WRONG_GAMES[game],
+        )
