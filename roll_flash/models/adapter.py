@@ -24,8 +24,20 @@ if TYPE_CHECKING:
 _PREFIX = "base_model.model."
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
 _TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*")
-_UNSUPPORTED = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+_UNSUPPORTED = (
+    "use_dora",
+    "use_qalora",
+    "alora_invocation_tokens",
+    "layer_replication",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "fan_in_fan_out",
+)
 """Settings of PEFT with which the sum is another one, or with weights beside the factors."""
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the model's own weights alone. With others, such as `pissa` and `olora`,
+PEFT subtracts the first B A from them each time it loads the adapter."""
 
 
 def is_adapter_folder(path: Path) -> bool:
@@ -41,6 +53,8 @@ def base_of(folder: Path) -> tuple[str, str | None]:
     odd = [key for key in _UNSUPPORTED if config.get(key)]
     if config.get("bias") not in (None, "none"):
         odd.append("bias")
+    if config.get("init_lora_weights") not in _PLAIN_STARTS:
+        odd.append(f"init_lora_weights={config['init_lora_weights']}")
     if kind != "LORA" or odd:
         why = f"it is of type {kind}" if kind != "LORA" else f"it uses {odd[0]}"
         raise ModelError(

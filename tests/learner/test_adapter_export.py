@@ -102,6 +102,8 @@ def test_a_run_can_start_with_an_adapter(
         ({"peft_type": "IA3"}, r"only plain LoRA adapters .* type IA3; merge it with PEFT \(merge_and_unload\)"),
         ({"use_dora": True}, "it uses use_dora; merge it with PEFT"),
         ({"bias": "all"}, "it uses bias"),
+        ({"init_lora_weights": "pissa_niter_16"}, "it uses init_lora_weights=pissa_niter_16; merge it with PEFT"),
+        ({"alora_invocation_tokens": [3, 4]}, "it uses alora_invocation_tokens; merge it with PEFT"),
         ({"base_model_name_or_path": None}, "names no base_model_name_or_path"),
         ({"base_model_name_or_path": "/no/such"}, r"an adapter for /no/such, .*: no such model folder"),
     ],
