@@ -47,9 +47,9 @@ def test_logprobs_and_gradients_are_those_of_plain_transformers(
     assert result.is_ok, result
 
 
-@pytest.mark.parametrize("name", ["llama with attention dropout", "xglm"])
+@pytest.mark.parametrize("name", ["llama with attention dropout", "xglm", "falcon"])
 def test_layers_that_are_computed_again_drop_nothing(name: str, tmp_path: Path) -> None:
-    folder = write_model(name, tmp_path)
+    folder = write_model(name, tmp_path, hidden_dropout=0.5)
     policy = load_policy_model(folder)
     policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     data = branching_texts(VOCABULARY)

@@ -6,12 +6,13 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from roll_flash.errors import ModelError, first_line
 from roll_flash.learner.model.activation_offload import offload_activations
@@ -62,6 +63,10 @@ class PolicyModel(nn.Module):
         self._own_attention: Any = model.config._attn_implementation
         for module in model.modules():
             _without_dropout(module)
+        for layer in self.layers:
+            if isinstance(vars(layer).get("config"), PreTrainedConfig):  # falcon's layers read their rates there
+                layer.config = copy(layer.config)
+                _without_dropout(layer.config)
 
     def train(self, mode: bool = True) -> PolicyModel:
         """Set training mode only on layers with gradient checkpointing: samplers have no dropout or router noise."""
@@ -298,7 +303,7 @@ def rope_types(module: nn.Module) -> dict[str, str]:
     return {"": found} if isinstance(found, str) else {}
 
 
-def _without_dropout(module: nn.Module) -> None:
+def _without_dropout(module: object) -> None:
     """Set all dropout rates to 0, because checkpointed layers run in training mode."""
     for name, value in vars(module).items():
         if (name == "p" and isinstance(module, nn.Dropout)) or ("dropout" in name and isinstance(value, float)):
