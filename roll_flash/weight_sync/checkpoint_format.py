@@ -45,5 +45,5 @@ def converts_one_by_one(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
     """Return true if each tensor can be converted alone, so that no two whole tensors are needed at once."""
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in state.items()}
     alone = [item for name, tensor in shapes.items() for item in as_stored(model, {name: tensor}).items()]
-    together = as_stored(model, shapes)
-    return [(name, t.shape) for name, t in sorted(alone)] == [(name, t.shape) for name, t in sorted(together.items())]
+    together = as_stored(model, shapes).items()
+    return sorted((name, t.shape) for name, t in alone) == sorted((name, t.shape) for name, t in together)

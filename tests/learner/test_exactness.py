@@ -25,6 +25,7 @@ from benchmarks.model_check.comparison import (
 )
 from roll_flash.errors import ModelError
 from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
+from roll_flash.learner.weights.staged import check_can_be_staged
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +88,13 @@ def test_a_model_that_cannot_be_exact_is_refused_in_one_line(tmp_path: Path, mon
     monkeypatch.setattr(LlamaForCausalLM, "forward", drifts)
     with pytest.raises(ModelError, match="cannot be trained: log-probabilities differ"):
         load_policy_model(folder)
+
+
+def test_a_model_whose_folder_joins_its_tensors_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder = write_model("llama", tmp_path, model_type="hrm_text")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(ModelError, match=r"stores tensors of HrmTextForCausalLM joined; .* cannot be published"):
+        check_can_be_staged(model, folder)
 
 
 def test_weights_that_are_not_finite_are_told_from_a_model_that_cannot_be_computed(tmp_path: Path) -> None:
