@@ -23,7 +23,9 @@ from benchmarks.model_check.comparison import (
     learner,
     plain_transformers,
 )
+from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.errors import ModelError
+from roll_flash.learner.losses.objective import Objective
 from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
 from roll_flash.learner.weights.staged import check_can_be_staged
 
@@ -57,6 +59,15 @@ def test_layers_that_are_computed_again_drop_nothing(name: str, tmp_path: Path) 
     _, gradients = learner(policy, data)
     _, expected = plain_transformers(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), data)
     assert gradient_difference(gradients, expected) <= TOLERANCE
+
+
+def test_a_rank_without_a_row_adds_nothing_where_the_padding_is_zeros(tmp_path: Path) -> None:
+    more = {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16}
+    policy = load_policy_model(write_model("gemma3_text", tmp_path, model_type="gemma3n_text", **more))
+    assert not policy.model.get_input_embeddings().weight[0].any()
+    Objective(LearnerConfig(), policy, None).idle_pass()
+    gradients = {name: each.grad for name, each in policy.named_parameters() if each.grad is not None}
+    assert not [name for name, gradient in gradients.items() if gradient.any()]
 
 
 def test_a_head_that_nobody_can_describe_is_the_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,7 +192,8 @@ def _evaluating(model: PolicyModel) -> Iterator[None]:
 
 
 SINGLE_TOKEN = PackedRow(
-    token_ids=np.zeros(1, np.int64),
+    # Not 0: that is often padding, with an embedding of zeros, where gemma3n has a gradient of NaN, and 0 * NaN is NaN.
+    token_ids=np.full(1, 3, np.int64),
     position_ids=np.zeros(1, np.int64),
     subtree_end=np.ones(1, np.int64),
     source=np.zeros(1, np.int64),
