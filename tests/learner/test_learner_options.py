@@ -101,6 +101,11 @@ def test_offload_is_refused_where_it_is_of_no_use(tiny_model: Path) -> None:
         in_process(tiny_model, two_steps, activation_offload=True, gradient_checkpointing=True)
 
 
+def test_a_model_whose_layers_cannot_be_computed_again_says_so_before_servers_start(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"JetMoeForCausalLM again; set learner\.gradient_checkpointing=false"):
+        in_process(write_model("jetmoe", tmp_path), two_steps, gradient_checkpointing=True)
+
+
 def test_what_is_offloaded_comes_back_as_it_was(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = load_policy_model(tiny_model)
     policy.model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -145,6 +145,11 @@ class LearnerRank:
                 f"{self._folder}: {type(policy.model).__name__} makes logits in a way of its own, so that a value head "
                 "cannot read the states behind them; set learner.critic.kind=model"
             )
+        if self._config.gradient_checkpointing and not policy.model.supports_gradient_checkpointing:
+            raise ModelError(
+                f"{self._folder}: transformers cannot compute layers of {type(policy.model).__name__} again; set "
+                "learner.gradient_checkpointing=false"
+            )
         for folder, form in forms.items():
             check_same_vocabulary(form, forms[self._folder], folder)
         check_can_be_staged(policy.model, self._folder)
