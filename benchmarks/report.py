@@ -237,13 +237,6 @@ OURS = [
         "SmolLM2-135M, one seed, 25 steps, 100 held-out tasks",
     ),
     Claim(
-        "all parts of scheduling and streaming against none of them",
-        "",
-        "ablation_waits",
-        lambda found: _range(found["figures"]["all"]),
-        "real run of the tiny model, environments that wait; the table has what each part earns alone, and removed",
-    ),
-    Claim(
         "two servers against one",
         "",
         "scaling",
