@@ -237,6 +237,13 @@ OURS = [
         "SmolLM2-135M, one seed, 25 steps, 100 held-out tasks",
     ),
     Claim(
+        "reasoning-gym, three data sets (RLVR)",
+        "",
+        "recipe_reasoning",
+        _recipe,
+        "SmolLM2-135M, one seed, 25 steps, 128 held-out tasks",
+    ),
+    Claim(
         "two servers against one",
         "",
         "scaling",
