@@ -1,14 +1,15 @@
 """Recipes: held-out success of the model as it is, after demonstrations, and after RL, synchronous beside asynchronous.
 
-    python benchmarks/recipes.py {twc,miniwob,reasoning} [--seeds 0 1 2] [--orders asynchronous synchronous] [--quick]
-                                 [--output FOLDER] [a.b=c ...]
+    python benchmarks/recipes.py {twc,miniwob,reasoning} [--seeds 0 1 2] [--orders asynchronous synchronous] [--add]
+                                 [--quick] [--output FOLDER] [a.b=c ...]
 
 Needs what the first lines of the recipe's config say. Trains configs/recipes/RECIPE.yaml: for each seed once
 asynchronously and once with `scheduler.async_ratio=0`, with equal samples; each run evaluates its policy after the
 demonstrations and in the end, on the same tasks, sampled at temperature 1. Random actions are drawn from the possible
 ones; the own solution of some games does not succeed. Differences are paired by task; intervals are 95 %, by bootstrap
 over tasks. An hour or more for each seed on 2 cores; results are written after each run, to
-`recipe_RECIPE.{json,md,png}`. `--quick` trains the tiny model for two steps and writes nothing.
+`recipe_RECIPE.{json,md,png}`. `--add` keeps the rows of other seeds and orders that are there. `--quick` trains the
+tiny model for two steps and writes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -208,6 +209,12 @@ def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
+def other_rows(file: Path, planned: Collection[tuple[str, int]]) -> tuple[str, list[dict[str, Any]]]:
+    """Return the command and the rows of a result without those of the planned (order, seed)."""
+    before = json.loads(file.read_text())
+    return before["command"], [row for row in before["rows"] if (row["order"], row["seed"]) not in planned]
+
+
 def save(result: dict[str, Any], folder: Path) -> None:
     path = folder / f"recipe_{result['recipe']}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
@@ -220,6 +227,7 @@ def main() -> None:
     parser.add_argument("recipe", choices=list(RECIPES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--orders", nargs="+", choices=list(ORDERS), default=list(ORDERS))
+    parser.add_argument("--add", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options, keys = parse(parser)
@@ -243,6 +251,10 @@ def main() -> None:
         }
         if recipe.lists_actions:
             result["random"] = asyncio.run(play(random_actions(random.Random(0)), env, tasks))
+        if options.add:
+            planned = set(itertools.product(options.orders, options.seeds))
+            before, result["rows"] = other_rows(options.output / f"recipe_{options.recipe}.json", planned)
+            result["command"] = f"{before}`, then `{result['command']}"
         shot = command("eval", config_of(options.recipe), "--out", str(runs / "zero-shot"), *overrides)
         result["zero_shot"] = shot["success"]["value"]
         for seed in [0] if options.quick else options.seeds:

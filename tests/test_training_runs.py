@@ -138,7 +138,7 @@ class TestOneRunThroughItsLife:
         assert "*** SIGTERM" not in life["interrupted"]
 
     def test_what_takes_long_is_said_before_it_begins(self, life: dict[str, Any]) -> None:
-        assert "rollout worker(s) (usually 60-180 s" in life["interrupted"]
+        assert "rollout worker(s) (usually 20-100 s" in life["interrupted"]
         assert "stopping (SIGTERM)" in life["interrupted"]
         assert "training is done; writing the last checkpoint" in life["resumed"]
         assert "closing servers, workers and Ray (usually" in life["resumed"]

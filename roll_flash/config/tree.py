@@ -550,16 +550,16 @@ class Config(Section):
     @property
     def usual_start(self) -> str:
         """Typical start time of servers, learner and workers, as text for the user."""
-        return "usually 60-180 s, most of it vLLM's" if self.inference.engine == "vllm" else "usually 10-40 s"
+        return "usually 20-100 s, most of it vLLM's" if self.inference.engine == "vllm" else "usually 10-40 s"
 
     @property
     def usual_start_s(self) -> float:
-        """The longest of `usual_start` in seconds."""
+        """Seconds of a start on a busy machine."""
         return 180.0 if self.inference.engine == "vllm" else 40.0
 
     @property
     def usual_start_of_servers(self) -> str:
-        return "usually 40-100 s" if self.inference.engine == "vllm" else "usually 5-20 s"
+        return "usually 10-60 s" if self.inference.engine == "vllm" else "usually 5-20 s"
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
