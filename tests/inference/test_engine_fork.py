@@ -24,11 +24,18 @@ from roll_flash.inference.vllm.fork import Forks
 from roll_flash.watchdog.stacks import register_stacks
 
 def links():
-    return {entry.name: os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+    entries = list(Path("/proc/self/fd").iterdir())
+    return {entry.name: f"{os.readlink(entry)} {inode(entry)}" for entry in entries if entry.is_symlink()}
+
+def inode(entry):
+    try:
+        return os.stat(entry).st_ino
+    except OSError:
+        return 0
 
 def child(writing):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-    os.write(writing, json.dumps(links()).encode())
+    os.write(writing, json.dumps({"links": links(), "wakes": signal.set_wakeup_fd(-1)}).encode())
     time.sleep(60)
 
 async def main():
@@ -43,7 +50,8 @@ async def main():
     process.terminate()
     await asyncio.to_thread(process.join, 30)
     await asyncio.sleep(0.1)
-    print(json.dumps({"parent": links(), "child": seen, "exit": process.exitcode, "parent got": got}))
+    seen = {"child": seen["links"], "wakes": seen["wakes"]}
+    print(json.dumps({**seen, "parent": links(), "exit": process.exitcode, "parent got": got}))
 
 asyncio.run(main())
 """
@@ -56,8 +64,10 @@ def test_a_fork_has_neither_sockets_nor_signals_of_its_parent() -> None:
     assert any(link.startswith(loops) for link in found["parent"].values())
     assert not any(link.startswith(loops) for link in found["child"].values())
     stacks = [{link for link in found[of].values() if "roll-flash-stacks" in link} for of in ("parent", "child")]
-    assert all(stacks), "each has a file for its stacks"
+    assert [len(files) for files in stacks] == [1, 1]
+    assert stacks[0] != stacks[1], "each has a file of its own for its stacks"
     assert found["exit"] == 3
+    assert found["wakes"] == -1, "a signal is written to no file of the child's"
     assert found["parent got"] == [], "the signal was the child's alone"
 
 

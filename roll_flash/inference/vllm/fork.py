@@ -46,7 +46,7 @@ def patch_engine_start() -> None:
 
 def _leave_parent() -> None:
     """Give up what a forked process has of its parent's event loops, and start its own threads."""
-    signal.set_wakeup_fd(-1)  # else the parent's event loop would get our signals
+    signal.set_wakeup_fd(-1)  # else signals are written to the parent's loop, or what gets that number next
     for entry in list(Path("/proc/self/fd").iterdir()):
         descriptor = int(entry.name)
         if descriptor >= _FIRST_INHERITED and _is_of_event_loop(entry):
