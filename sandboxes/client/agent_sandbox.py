@@ -78,6 +78,8 @@ class AgentSandbox:
         self._child_sandboxes: list[Sandbox] = []
         """Sandboxes opened by `beside` and `fresh`; they end with this one at the latest."""
         self._opening: set[asyncio.Task[Sandbox]] = set()
+        self._snapshot_lock = asyncio.Lock()
+        """The first of two snapshots to end would let processes go on under the other."""
         self._egress: Egress | None = None
         self._ending: asyncio.Task[None] | None = None
         self._counts = CommandCounts()
@@ -204,13 +206,16 @@ class AgentSandbox:
         await files.ping(self._connection, timeout)
 
     async def snapshot(self) -> SandboxSpec:
-        tree = await capture(self._connection, self.spec)
-        changed: dict[str, object] = {"tree": tree, "files": ()}
-        if self.spec.writable_root:
-            if self._commit is None:
-                raise SandboxSpecError(f"sandbox {self.name}: the {self.provider} provider cannot keep a writable root")
-            changed |= {"image": await self._commit(), "dockerfile": None}
-        return self.spec.model_copy(update=changed)
+        async with self._snapshot_lock:
+            tree = await capture(self._connection, self.spec)
+            changed: dict[str, object] = {"tree": tree, "files": ()}
+            if self.spec.writable_root:
+                if self._commit is None:
+                    raise SandboxSpecError(
+                        f"sandbox {self.name}: the {self.provider} provider cannot keep a writable root"
+                    )
+                changed |= {"image": await self._commit(), "dockerfile": None}
+            return self.spec.model_copy(update=changed)
 
     async def beside(self, spec: SandboxSpec | None = None) -> Sandbox:
         if self._open_beside is None or self.spec.network != "internal":

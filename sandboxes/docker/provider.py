@@ -271,7 +271,11 @@ class DockerProvider:
         """Commit a container's writable root as an image, kept until this provider is closed."""
         name = connection.name
         async with paused(connection):
-            await self._keep_root(name, spec)
+            keeping = asyncio.ensure_future(self._keep_root(name, spec))
+            try:
+                await asyncio.shield(keeping)
+            finally:  # if cancelled: its program goes on in the sandbox, whose processes must stand still for it
+                await asyncio.gather(keeping, return_exceptions=True)
         image = f"{SNAPSHOTS}:{name}-{uuid.uuid4().hex[:8]}"
         repository, _, tag = image.partition(":")
         query = {"container": name, "repo": repository, "tag": tag}

@@ -106,20 +106,21 @@ async def sweep(engine: EngineApi) -> list[SandboxEntry]:
 async def remove_leaked(engine: EngineApi) -> list[SandboxEntry]:
     """Remove leftovers of dead owners on this engine."""
     leaked = [entry for entry in await list_entries(engine) if entry.leaked]
-    containers = [entry for entry in leaked if entry.kind == "container"]
-    await _remove(engine, containers)
+    removed = await _remove(engine, [entry for entry in leaked if entry.kind == "container"])
     snapshots = [entry for entry in leaked if entry.kind == "snapshot"]
-    return containers + [entry for entry in snapshots if await remove_image(engine, entry.name)]
+    return removed + [entry for entry in snapshots if await remove_image(engine, entry.name)]
 
 
-async def _remove(engine: EngineApi, entries: Sequence[SandboxEntry]) -> None:
+async def _remove(engine: EngineApi, containers: Sequence[SandboxEntry]) -> list[SandboxEntry]:
+    """Remove containers, and return them without those that another process is removing."""
     limit = asyncio.Semaphore(8)
 
-    async def remove(entry: SandboxEntry) -> None:
+    async def remove(entry: SandboxEntry) -> bool:
         async with limit:
-            await remove_container(engine, entry.name, has_run=entry.state != "created")
+            return await remove_container(engine, entry.name, has_run=entry.state != "created")
 
-    await asyncio.gather(*(remove(entry) for entry in entries))
+    removed = await asyncio.gather(*map(remove, containers))
+    return [entry for entry, is_removed in zip(containers, removed, strict=True) if is_removed]
 
 
 async def remove_container(engine: EngineApi, name: str, *, has_run: bool = True) -> bool:

@@ -26,6 +26,7 @@ from roll_flash.sandboxes import (
 )
 from roll_flash.sandboxes.client.agent_program import cache_folder
 from roll_flash.sandboxes.docker.api import open_engine
+from roll_flash.sandboxes.docker.provider import DockerProvider
 from roll_flash.sandboxes.files.build_context import packed_files
 from roll_flash.sandboxes.images import build as image_build
 from roll_flash.sandboxes.images import stored_images
@@ -419,6 +420,37 @@ def test_after_a_fork_what_was_stopped_before_is_still_stopped_and_nothing_else(
             return sorted(line.split()[1] for line in seen.stdout_text.splitlines())
 
     assert asyncio.run(fork()) == ["S", "T"]
+
+
+def test_all_stands_still_as_long_as_any_root_is_kept(docker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two snapshots at once, or one that was cancelled, let processes go on under the other one."""
+    keep_root, stood_still = DockerProvider._keep_root, list[bool]()
+    begun = asyncio.Semaphore(0)
+
+    async def fork() -> str:
+        async with open_sandbox(SandboxSpec(writable_root=True, user="0:0"), provider="docker") as sandbox:
+            assert (await sandbox.exec("while sleep 0.01; do date +%N > /root/alive; done > /dev/null & sleep 0.5")).ok
+
+            async def keep_and_look(*arguments: Any) -> None:
+                begun.release()
+                before = await sandbox.read("/root/alive")
+                await asyncio.sleep(0.3)
+                await keep_root(*arguments)
+                stood_still.append(await sandbox.read("/root/alive") == before)
+
+            monkeypatch.setattr(DockerProvider, "_keep_root", keep_and_look)
+            first, cancelled = asyncio.create_task(sandbox.snapshot()), asyncio.create_task(sandbox.snapshot())
+            await begun.acquire()
+            await begun.acquire()
+            await asyncio.sleep(0.1)
+            cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+            await first
+            return (await sandbox.exec("rm /root/alive; sleep 0.5; ls /root/alive")).stdout_text
+
+    assert asyncio.run(fork()), "what ran goes on"
+    assert stood_still == [True, True]
 
 
 @pytest.mark.parametrize("name", ["/.wh.usr", "/root/.wh.", "/root/a/.wh..wh..opq"])
