@@ -188,7 +188,7 @@ def score(
         stopped=stopped,
         notes=(*_notes(wanted, attempts, successes, silent, usage), *notes_on_tasks(hashes, trained)),
         task_hashes=frozenset(hashes.values()),
-        trained_on=len(set(hashes.values()) & set(trained)),
+        trained_on=sum(name in trained for name in set(hashes.values())),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +17,7 @@ from roll_flash.config.tree import EnvConfig
 from roll_flash.evaluation.comparison import compare_folders
 from roll_flash.evaluation.evaluation import evaluate
 from roll_flash.evaluation.result import EvalResult
-from roll_flash.run.trained_tasks import TrainedTasks, read_trained_tasks
+from roll_flash.run.trained_tasks import TaskHashes, TrainedTasks, read_trained_tasks
 from roll_flash.stream import finished_episode
 from roll_flash.summary import check_counts, closing_text
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Task, Trajectory
@@ -44,7 +45,7 @@ class Rows(ScriptedRunner):
         return [outcome for spec in specs if isinstance(outcome := self._outcome(spec), Trajectory)]
 
 
-def evaluated(runner: Rows, trained: set[str], folder: Path | None = None, tasks: int = 12) -> EvalResult:
+def evaluated(runner: Rows, trained: Collection[str], folder: Path | None = None, tasks: int = 12) -> EvalResult:
     evaluation = EvalConfig(tasks=tasks)
     with TemporaryDirectory() as scratch:
         return asyncio.run(
@@ -61,11 +62,22 @@ def evaluated(runner: Rows, trained: set[str], folder: Path | None = None, tasks
         )
 
 
-def trained_on(runner: Rows, seeds: range, folder: Path) -> set[str]:
+def trained_on(runner: Rows, seeds: range, folder: Path) -> TaskHashes:
     tasks = TrainedTasks(folder)
     tasks.add(1, map(finished_episode, runner.played(seeds)))
     tasks.close()
     return read_trained_tasks(folder)
+
+
+def test_a_hash_takes_eight_bytes_and_is_as_written() -> None:
+    names = [f"{number:016x}" for number in (3, 0, 2**64 - 1)]
+    hashes = TaskHashes(names[:2])
+    hashes.add(names[2])
+    hashes.add(names[2])
+    assert list(hashes) == [names[1], names[0], names[2]]
+    assert names[2] in hashes
+    assert "0000000000000001" not in hashes
+    assert {names[0], "0000000000000001"} & hashes == {names[0]}
 
 
 def test_rows_that_were_trained_on_are_counted_and_never_called_held_out(tmp_path: Path) -> None:
