@@ -88,6 +88,7 @@ BENCHMARKS = [
         full=("--tokens", "8192"),
         entry="benchmarks/all.py",
     ),
+    Benchmark("against_trl", ("against_trl.py",)),
     Benchmark("load", ("load.py",), writes=False),
     Benchmark("long_rows", ("long_rows.py",)),
     Benchmark("recipe_twc", ("recipes.py", "twc"), needs_adapters=True),
