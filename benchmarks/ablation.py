@@ -8,9 +8,10 @@ learner begins when the last one has ended, and computes at most one full-length
 seed by seed. Prefix sharing is on in all runs; a pass of one row cannot use it for others. `weights in flight` lets
 requests continue over an update; without it they are sent again.
 
-`waits`: the tiny model with its own engine, 64 episodes a step in 32 slots, whose environments wait
-(benchmarks/latency_env.py). `quickstart`: configs/quickstart.yaml (SmolLM2, vLLM, Docker), where servers and learner
-share the cores. Results go to results/ablation_LOAD.{json,md} after each seed, those of --quick nowhere.
+`waits`: the tiny model with its own engine, 64 episodes a step in 32 slots, whose environments wait,
+equally long in all runs of a seed (benchmarks/latency_env.py). `quickstart`: configs/quickstart.yaml (SmolLM2, vLLM,
+Docker), where servers and learner share the cores. Results go to results/ablation_LOAD.{json,md} after each seed, those
+of --quick nowhere.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ LOADS = {
     "waits": Load(
         "configs/ci.yaml",
         (
-            "envs=[{id: 'benchmarks.latency_env:MockLatency-v0', max_turns: 4}]",
+            "envs=[{id: 'benchmarks.latency_env:MockLatencyAlike-v0', max_turns: 4}]",
             "inference.engine=transformers",
             "model.max_length=384",
             "scheduler.groups_per_step=8",
