@@ -179,6 +179,8 @@ class AgentSandbox:
 
     async def kill_all(self) -> None:
         await files.kill_all(self._connection)
+        if self._egress is not None:  # else what is run next would find no proxy for half a second
+            await self._egress.restart()
 
     async def stats(self) -> SandboxStats:
         if not self._connection.usable:

@@ -56,5 +56,5 @@ class Forward:
             return
         try:
             await join(connection, reader, writer)
-        except ConnectionError as error:
+        except OSError as error:
             _log.debug("a connection out of a sandbox broke: %s", error)

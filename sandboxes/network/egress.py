@@ -56,6 +56,10 @@ class Egress:
         """Start the relay. Raises SandboxStartError."""
         await self._relay.start()
 
+    async def restart(self) -> None:
+        """Start the relay again at once, after all processes were killed."""
+        await self._relay.restart()
+
     async def close(self) -> None:
         await self._relay.close()
 
@@ -123,7 +127,7 @@ class Egress:
                 await connection.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
             writer.write((first or b"") + rest)
             await join(connection, reader, writer)
-        except ConnectionError:
+        except OSError:  # not only ConnectionError: a host may vanish (TimeoutError)
             return
         finally:
             writer.close()

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from roll_flash.sandboxes.client.agent_program import AGENT
 from roll_flash.sandboxes.client.commands import Command, CommandStream
@@ -45,11 +45,13 @@ FRAMES_AT_ONCE, FRAMES_PAUSE_S = 64, 0.015
 program inside sends fewer by itself (`agent/relay.c`), but code inside may try to write in its place."""
 PIECE = CHUNK - HEADER.size
 START_TIMEOUT_S = 10.0
-RESTART_S = 0.5
+RESTART_S, RESTART_TIMEOUT_S = 0.5, 5.0
+"""Seconds before the relay is started again when it has ended; and those that `restart` waits for it."""
 FLUSH_TIMEOUT_S = 30.0
 """Maximum seconds to deliver the last data of a connection. It counts as a connection of the relay until then."""
 MAX_STDERR_BYTES = 300
 
+T = TypeVar("T")
 _log = logging.getLogger("roll_flash.sandboxes")
 
 
@@ -167,7 +169,10 @@ class Relay:
         self._sending = asyncio.Lock()
         self._connections: dict[int, RelayedConnection] = {}
         """Connections of the current relay process by channel; a restarted process counts from 1 again."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._running: asyncio.Task[None] | None = None
+        self._restarting = asyncio.Lock()
+        self._listening = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._serving: dict[RelayedConnection, asyncio.Task[None]] = {}
         self._evicting = False
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -177,7 +182,7 @@ class Relay:
 
     async def start(self) -> None:
         """Start listening. Raises SandboxStartError if the port is in use, SandboxDied if the sandbox has ended."""
-        self._spawn(self._run())
+        self._running = self._spawn(self._run())
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await asyncio.shield(self._ready)
@@ -188,6 +193,19 @@ class Relay:
             await self.close()
             raise
 
+    async def restart(self) -> None:
+        """Listen again at once, after the process that listened was killed. No error if that takes too long: code
+        inside may have left no memory for it, and must not choose that its sandbox fails."""
+        assert self._running is not None, "start() comes first"
+        async with self._restarting:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+            self._running = self._spawn(self._run())
+            listening = self._spawn(self._listening.wait())
+            either = {self._running, listening}
+            await asyncio.wait(either, timeout=RESTART_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            listening.cancel()
+
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
@@ -195,7 +213,7 @@ class Relay:
         if self._ready.done() and not self._ready.cancelled():
             self._ready.exception()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -233,12 +251,15 @@ class Relay:
                         if taken % FRAMES_AT_ONCE == 0:
                             await asyncio.sleep(FRAMES_PAUSE_S)
         finally:
+            self._listening.clear()
             lost, self._connections = self._connections, {}
             for connection in lost.values():
                 await connection.connection_lost()
+                self._serving[connection].cancel()  # a server outside may never end its side, nor read
 
     async def _handle(self, frame: Frame, stream: CommandStream) -> None:
         if frame.type == Reply.READY:
+            self._listening.set()
             if not self._ready.done():
                 self._ready.set_result(None)
         elif frame.type == ACCEPTED:
@@ -247,7 +268,8 @@ class Relay:
             self.accepted += 1
             connection = RelayedConnection(frame.channel, self._sender(stream))
             self._connections[frame.channel] = connection
-            self._serving[connection] = self._spawn(self._serve_one(connection))
+            self._serving[connection] = serving = self._spawn(self._serve_one(connection))
+            serving.add_done_callback(lambda _: self._serving.pop(connection))
             if len(self._connections) >= MAX_CONNECTIONS and not self._evicting:
                 self._evicting = True
                 self._spawn(self._evict_idle())
@@ -284,7 +306,6 @@ class Relay:
         try:
             await self._serve(connection)
         finally:
-            del self._serving[connection]
             if self._connections.get(connection.channel) is connection:
                 del self._connections[connection.channel]
             await connection.close()

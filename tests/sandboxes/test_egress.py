@@ -20,6 +20,7 @@ from roll_flash.sandboxes import Sandbox, SandboxSpec
 from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.network import egress
 from roll_flash.sandboxes.network.allowlist import Address, is_allowed, is_public
+from roll_flash.sandboxes.network.relay import RelayedConnection
 
 FETCH = r"""
 import socket, sys
@@ -86,6 +87,17 @@ def test_the_proxy_comes_back_after_code_inside_has_killed_it(provider: str, por
         while (seen := await fetch(sandbox, port, "yes"))[-1:] != [f"HTTP/1.0 200 OK {len(BODY)}"]:
             assert time.monotonic() < end, seen
             await asyncio.sleep(0.2)
+
+    within(provider, run, SandboxSpec(network="allowlist", allow=(f"127.0.0.1:{port}",)))
+
+
+def test_what_is_run_after_all_was_killed_has_the_proxy(provider: str, port: int) -> None:
+    """As the tests of a task do, which may install packages first."""
+
+    async def run(sandbox: Sandbox) -> None:
+        for _ in range(5):
+            await sandbox.kill_all()
+            assert (await fetch(sandbox, port, "yes"))[-1] == f"HTTP/1.0 200 OK {len(BODY)}"
 
     within(provider, run, SandboxSpec(network="allowlist", allow=(f"127.0.0.1:{port}",)))
 
@@ -215,6 +227,22 @@ def test_connections_that_programs_inside_give_up_do_not_add_up(provider: str) -
             thread.join()
             for connection in taken:
                 connection.close()
+
+
+def test_a_host_that_vanishes_is_no_error_of_ours() -> None:
+    """Nobody waits for the task of a connection: its error would be a traceback in the log."""
+
+    async def send(frame: bytes) -> None: ...
+
+    async def lose_the_host() -> None:
+        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            reader.set_exception(TimeoutError(110, "Connection timed out"))
+            proxy = egress.Egress(lambda command: pytest.fail("nothing is started"), ())
+            await proxy._join(RelayedConnection(1, send), reader, writer, b"GET / HTTP/1.1\r\n\r\n", b"")
+
+    asyncio.run(asyncio.wait_for(lose_the_host(), 20))
 
 
 def test_a_name_that_leads_to_a_private_address_is_refused_unless_that_is_named_too(

@@ -13,6 +13,7 @@ from typing import cast
 
 import pytest
 from abuse import within
+from test_pool import until
 
 from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxSpec, SandboxStartError
 from roll_flash.sandboxes.client.commands import CommandStream
@@ -278,6 +279,26 @@ for _ in range(3):
                 assert (forward.accepted, connections_to(port)) == (3, 3)
             await asyncio.sleep(0.1)
             assert connections_to(port) == 0
+
+        within(provider, run)
+
+
+def test_connections_of_a_relay_that_was_killed_end(provider: str) -> None:
+    """Else each one that is killed would leave as many as it takes, until the worker has no descriptors."""
+    code = """
+import os, time
+all = [connect() for _ in range(20)]
+time.sleep(1)
+os.kill(-1, 9)
+"""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:  # the kernel accepts; nobody ever closes
+        port = server.getsockname()[1]
+
+        async def run(sandbox: Sandbox) -> None:
+            async with sandbox.forward(INSIDE, port) as forward:
+                await python(sandbox, code)
+                assert forward.accepted == 20
+                await until(lambda: connections_to(port) == 0, 20)
 
         within(provider, run)
 
