@@ -90,12 +90,17 @@ _FORMATS: tuple[tuple[bytes, Callable[[], Decompressor]], ...] = (
 )
 
 
+def is_tar(packed: bytes) -> bool:
+    """True for a tar that is not compressed, whose first name may look like another format: `PKG-INFO` like a zip."""
+    return packed[257:262] == b"ustar"
+
+
 def decompressed(packed: bytes, budget: Budget) -> Iterator[bytes]:
     """Yield decompressed pieces of at most CHUNK bytes. Data in an unknown format is yielded unchanged.
 
     Raises ArchiveError for a stream that is damaged, truncated or followed by other data.
     """
-    make = next((make for magic, make in _FORMATS if packed.startswith(magic)), None)
+    make = next((make for magic, make in _FORMATS if packed.startswith(magic) and not is_tar(packed)), None)
     at = streams = 0
     while at < len(packed):
         if make is None:

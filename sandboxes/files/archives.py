@@ -22,6 +22,7 @@ from roll_flash.sandboxes.files.archive_stream import (
     Blocks,
     Budget,
     decompressed,
+    is_tar,
 )
 from roll_flash.sandboxes.files.tar_reader import Member, tar_members
 from roll_flash.sandboxes.files.tree_model import EscapesTree, File, Folder, Link, Node, follow, parts_of, walk
@@ -60,7 +61,7 @@ def unpack(packed: bytes, contents: BinaryIO, *, max_bytes: int, max_entries: in
         raise SandboxFileError(f"an archive of {len(packed)} bytes, for at most {max_bytes} bytes unpacked", EFBIG)
     tree = _Unpacked(contents, budget)
     try:
-        if packed.startswith(b"PK"):
+        if packed.startswith(b"PK") and not is_tar(packed):
             _read_zip(packed, tree, budget, max_entries)
         else:
             for member, content in tar_members(Blocks(decompressed(packed, budget)), budget):

@@ -22,8 +22,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll_flash.sandboxes import SandboxFileError
+from roll_flash.sandboxes import SandboxFileError, SandboxSpecError
 from roll_flash.sandboxes.files.archives import unpack
+from roll_flash.sandboxes.files.build_context import read_build_folder
 from roll_flash.sandboxes.files.tree_model import File, Folder, Link, walk
 
 ROOT = Path(__file__).parents[2]
@@ -190,6 +191,57 @@ def test_an_archive_whose_links_or_names_lead_out_is_refused(escape: str) -> Non
 
 def test_a_link_to_what_the_archive_does_not_hold_is_taken() -> None:
     assert read(tar(("a/x", LINK, "../build/out"))) == {"a": None, "a/x": "../build/out"}
+
+
+@pytest.mark.parametrize("name", ["PKG-INFO", "BZh9", "]"])
+def test_a_tar_is_one_whatever_its_first_name_looks_like(name: str) -> None:
+    """A zip, bzip2, lzma."""
+    for format in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        assert read(tar((name, FILE, b"x"), format=format)) == {name: b"x"}
+
+
+def context_of(folder: Path, *ignored: str, file: str = ".dockerignore") -> set[str]:
+    for name in ("Dockerfile", "kept", "solution.sh", "tests/a", "tests/deep/b.key", "deep/tests/c", "deep/d.key"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x")
+    (folder / file).write_text("\n".join(ignored))
+    with tarfile.open(fileobj=io.BytesIO(read_build_folder(folder)[1])) as packed:
+        return set(packed.getnames()) - {file}
+
+
+@pytest.mark.parametrize(
+    ("lines", "left_out"),
+    [
+        (["solution.sh", "/tests/"], {"solution.sh", "tests/a", "tests/deep/b.key"}),
+        (["# solution.sh", "", " ./solution.sh "], {"solution.sh"}),
+        (["**/tests"], {"tests/a", "tests/deep/b.key", "deep/tests/c"}),
+        (["*/tests", "no-such-file"], {"deep/tests/c"}),
+        (["**/*.key", "!deep/d.key"], {"tests/deep/b.key"}),
+        (["*", "!kept"], {"solution.sh", "tests/a", "tests/deep/b.key", "deep/tests/c", "deep/d.key"}),
+        (["*", "!tests", "tests/**/*.key"], {"kept", "solution.sh", "tests/deep/b.key", "deep/tests/c", "deep/d.key"}),
+        (["[^a-r]olution.s?", "kep"], {"solution.sh"}),
+        (["\\kept", "sol\\*", "deep\\/d.key"], {"kept", "deep/d.key"}),
+        ([".", "..", "!", "/"], set()),
+    ],
+)
+@pytest.mark.parametrize("file", [".dockerignore", "Dockerfile.dockerignore"])
+def test_a_build_context_has_no_file_that_its_dockerignore_names(
+    tmp_path: Path, lines: list[str], left_out: set[str], file: str
+) -> None:
+    everything = {"kept", "solution.sh", "tests/a", "tests/deep/b.key", "deep/tests/c", "deep/d.key"}
+    assert context_of(tmp_path, *lines, file=file) == everything - left_out
+
+
+def test_a_dockerignore_costs_little_and_is_no_file_of_this_machine(tmp_path: Path) -> None:
+    (tmp_path / ("a" * 250)).write_text("x")
+    hard = ["*a" * 120 + "b", "/".join(["**", "a*"] * 100)] * 60
+    assert seconds_of(lambda: context_of(tmp_path, *hard)) < 5
+    with pytest.raises(SandboxSpecError, match="larger than 64 KiB"):
+        context_of(tmp_path, *hard * 2)
+    (tmp_path / ".dockerignore").unlink()
+    (tmp_path / ".dockerignore").symlink_to("/etc/passwd")
+    with pytest.raises(SandboxSpecError, match="a link"):
+        read_build_folder(tmp_path)
 
 
 def test_a_later_file_of_the_same_name_wins() -> None:
