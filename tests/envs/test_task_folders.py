@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import shutil
 import subprocess
+import tarfile
 import threading
 import time
 from collections.abc import Sequence
@@ -399,7 +401,8 @@ def test_a_task_of_terminal_bench_is_solved_when_all_its_tests_pass(tmp_path: Pa
         ({"task.yaml": "instruction: [", "run-tests.sh": ""}, "not valid YAML"),
         ({"task.yaml": "parser_name: pytest", "run-tests.sh": ""}, "instruction: Field required"),
         ({"task.yaml": "created: 2024-13-45", "run-tests.sh": ""}, "cannot be read: month must be in 1..12"),
-        ({"task.yaml": "[" * 2000 + "]" * 2000, "run-tests.sh": ""}, "cannot be read: maximum recursion depth"),
+        ({"task.yaml": "[" * 2000 + "]" * 2000, "run-tests.sh": ""}, "cannot be read: .*deep"),
+        ({"task.yaml": f"instruction: {'1:' * 9000}1", "run-tests.sh": ""}, "cannot be read: .*number"),
         ({**TERMINAL_BENCH, "docker-compose.yaml": "[1]"}, "cannot be read: 'list' object"),
         (
             {**TERMINAL_BENCH, "docker-compose.yaml": "services: {client: {}, database: {}}"},
@@ -437,6 +440,29 @@ def test_a_task_of_terminal_bench_is_built_from_its_own_folder(tmp_path: Path, b
     compose = f"services: {{client: {{build: {{{build}}}}}}}"
     with pytest.raises(ConfigError, match="it leads out of the task's folder"):
         load_task(write(tmp_path / "task", {**TERMINAL_BENCH, "docker-compose.yaml": compose}))
+
+
+def test_a_build_has_no_file_that_the_tasks_dockerignore_names(tmp_path: Path) -> None:
+    """A Dockerfile of `COPY . /app` would bring the model the solution that it leaves out elsewhere."""
+    files = {**TERMINAL_BENCH, "solution.sh": "secret", "data": "x", ".dockerignore": "solution.sh\ntests\n*.yaml"}
+    task = load_task(write(tmp_path / "task", {**files, "tests/test_it.py": "secret"}))
+    with tarfile.open(fileobj=io.BytesIO(task.spec.context)) as packed:
+        assert sorted(packed.getnames()) == [".dockerignore", "data", "run-tests.sh"]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"environment/Dockerfile": ON_OUR_IMAGE + "\n" * 1_000_000},
+        {"task.toml": "[environment]\nenv = {A = '" + "${A:-" * 200_000 + "'}"},
+    ],
+)
+def test_no_text_of_a_task_takes_for_ever_to_read(tmp_path: Path, files: dict[str, str]) -> None:
+    """It would hold up all episodes of a worker."""
+    task = write(harbor_task(tmp_path / "task"), files)
+    began = time.thread_time()
+    assert load_task(task).workdir == "/app"
+    assert time.thread_time() - began < 2
 
 
 def test_variables_of_this_machine_that_tasks_get_are_named(

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import pydantic
 import yaml
 
+from roll_flash.checked_files import load_yaml
 from roll_flash.errors import ConfigError, first_line
 from roll_flash.sandboxes import SandboxSpec
 from roll_flash.sandboxes.files.build_context import read_build_folder
@@ -42,6 +43,8 @@ SCRATCH = "/roll-flash"
 """Path of the sandbox's own writable folder; the image's folders stay as built."""
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([MG])i?B?", re.IGNORECASE)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+_WORKDIR = re.compile(r"^[^\S\n]*WORKDIR[^\S\n]+[\"']?([^\s\"'$]+)[\"']?[^\S\n]*$", re.MULTILINE | re.IGNORECASE)
+"""Of one line: with blanks over several lines, a Dockerfile of empty lines takes the square of its length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +237,7 @@ class _TerminalBench(pydantic.BaseModel):
 
 
 def _read_terminal_bench(folder: Path, options: FolderOptions) -> FolderTask:
-    settings = _TerminalBench.model_validate(yaml.safe_load((folder / TERMINAL_BENCH_FILE).read_text()))
+    settings = _TerminalBench.model_validate(load_yaml((folder / TERMINAL_BENCH_FILE).read_bytes()))
     _must_have(folder, "run-tests.sh")
     source = _compose_source(folder)
     tests = {folder / "tests": "/tests"} if (folder / "tests").is_dir() else {}
@@ -262,7 +265,7 @@ def _compose_source(folder: Path) -> dict[str, Any]:
     compose = folder / "docker-compose.yaml"
     build: Any = {}
     if compose.is_file():
-        services = (yaml.safe_load(compose.read_text()) or {}).get("services") or {}
+        services = (load_yaml(compose.read_bytes()) or {}).get("services") or {}
         if list(services) != ["client"]:
             raise ConfigError(
                 f"{compose}: the services are {', '.join(services) or 'none'}; only one, called client, is supported"
@@ -324,7 +327,7 @@ def _in_mb(folder: Path, text: str | None) -> int | None:
 def _workdir_of(dockerfile: str) -> str:
     """Return the last WORKDIR with a plain path; the settings of a base image are unknown."""
     workdir = ""
-    for path in re.findall(r"^\s*WORKDIR\s+[\"']?([^\s\"'$]+)[\"']?\s*$", dockerfile, re.MULTILINE | re.IGNORECASE):
+    for path in _WORKDIR.findall(dockerfile):
         workdir = path if path.startswith("/") else f"{workdir or ''}/{path}"
     return workdir or DEFAULT_WORKDIR
 
@@ -340,7 +343,11 @@ def _resolved(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
             _name_variable(match[1])
         return value
 
-    return {name: _VARIABLE.sub(value_of, text) for name, text in variables.items()}
+    def resolved(text: str) -> str:
+        head, end, rest = text.rpartition("}")  # without an end to find, each beginning would be searched to the end
+        return _VARIABLE.sub(value_of, head + end) + rest
+
+    return {name: resolved(text) for name, text in variables.items()}
 
 
 @cache
