@@ -22,6 +22,8 @@ from roll_flash.sandboxes.client.shell import Shell
 from roll_flash.sandboxes.files.trees import TreeReport
 from roll_flash.sandboxes.protocol import Isolation
 
+LEASE_S = 7 * 86400.0
+"""Maximum seconds of a lease, if nobody closes it: the end of the episode does, which may take hours."""
 MAX_COMMANDS = 50
 """Maximum commands of an episode that are recorded for readers of its log."""
 RECORDED_CHARACTERS = 2000
@@ -179,7 +181,7 @@ class LazySandbox(Sandbox):
     @asynccontextmanager
     async def fresh(self) -> AsyncIterator[Sandbox]:
         spec = (await self._lease()).spec
-        async with self._pool.lease(spec) as untouched:
+        async with self._pool.lease(spec, timeout=LEASE_S) as untouched:
             yield untouched
 
     async def stats(self) -> SandboxStats:
@@ -215,7 +217,8 @@ class LazySandbox(Sandbox):
     async def _lease(self) -> Sandbox:
         async with self._lock:
             if self._close_reason is None and self._leased is None:
-                self._leased = await self._stack.enter_async_context(self._pool.lease(self.spec))
+                lease = self._pool.lease(self.spec, timeout=LEASE_S)
+                self._leased = await self._stack.enter_async_context(lease)
         if self._close_reason is not None:  # a pool may have leased the same sandbox to another episode since
             raise SandboxDied(f"the sandbox was given back ({self._close_reason})", self._close_reason)
         assert self._leased is not None

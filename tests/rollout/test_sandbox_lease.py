@@ -31,6 +31,23 @@ def test_a_sandbox_is_leased_at_its_first_use_and_given_back_at_the_end() -> Non
 
 
 @pytest.mark.usefixtures("require_bubblewrap")
+def test_a_lease_lasts_as_long_as_its_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks of Harbor may take hours, and a sandbox that ends before is no sample."""
+    monkeypatch.setitem(inspect.unwrap(SandboxPool.lease).__kwdefaults__, "timeout", 0.1)
+
+    async def run() -> bytes:
+        async with SandboxPool(provider="local", size=0) as pool:
+            sandbox = LazySandbox(pool, SandboxSpec())
+            await sandbox.exec("sleep 0.3")
+            async with sandbox.fresh() as untouched:
+                said = (await untouched.exec("sleep 0.3; echo fresh")).stdout
+            await sandbox.close()
+            return said
+
+    assert asyncio.run(run()) == b"fresh\n"
+
+
+@pytest.mark.usefixtures("require_bubblewrap")
 def test_streams_and_shells_work_through_the_lease() -> None:
     async def run() -> tuple[bytes, bytes]:
         async with SandboxPool(provider="local", size=1) as pool:

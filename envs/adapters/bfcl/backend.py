@@ -179,7 +179,7 @@ class _Server:
 
     async def start(self, sandbox: Sandbox, first: Mapping[str, Any]) -> None:
         command = ("python3", "-I", "-B", _SERVER, _BUNDLE)
-        self._stream = await self._stack.enter_async_context(sandbox.stream(command, stdin=True))
+        self._stream = await self._stack.enter_async_context(sandbox.stream(command, timeout=None, stdin=True))
         await self.ask(first, START_TIMEOUT_S)
 
     async def ask(self, request: Mapping[str, Any], timeout_s: float) -> Any:
