@@ -30,6 +30,8 @@ ENGINE_ERRORS = (SandboxUnavailable, SandboxUnreachable, SandboxDiskFull)
 """Errors of the engine itself: it is paused."""
 SPEC_OR_IMAGE_ERRORS = (SandboxImageMissing, SandboxSpecError)
 """Errors that another engine may not have: a missing image, not enough memory."""
+DOUBTFUL_ERRORS = (SandboxStartError,)
+"""Errors of the spec or of the engine: it is paused if another engine starts the same spec."""
 
 _log = logging.getLogger("roll_flash.sandboxes")
 
@@ -57,6 +59,9 @@ class _EngineHandle:
         return self.opening + self.provider.live
 
     def back_off(self, error: SandboxError) -> None:
+        """Pause the engine, for longer each time. Of starts that fail side by side only the first counts."""
+        if time.monotonic() < self.paused_until:
+            return
         wait_s = min(MAX_BACKOFF_S, INITIAL_BACKOFF_S * 2**self.failures)
         self.failures += 1
         self.paused_until = time.monotonic() + wait_s
@@ -102,6 +107,7 @@ class EngineSet:
     async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
         tried: list[_EngineHandle] = []
         refusals: list[SandboxError] = []
+        doubtful: list[tuple[_EngineHandle, SandboxError]] = []
         while (member := self._next(tried)) is not None:
             tried.append(member)
             member.opening += 1
@@ -113,8 +119,13 @@ class EngineSet:
                 refusals.append(error)
             except SPEC_OR_IMAGE_ERRORS as error:
                 refusals.append(error)
+            except DOUBTFUL_ERRORS as error:
+                refusals.append(error)
+                doubtful.append((member, error))
             else:
                 member.reset_backoff()
+                for other, why in doubtful:
+                    other.back_off(why)
                 return sandbox
             finally:
                 member.opening -= 1

@@ -22,9 +22,11 @@ from roll_flash.sandboxes import (
     SandboxDied,
     SandboxDiskFull,
     SandboxEntry,
+    SandboxError,
     SandboxImageMissing,
     SandboxPool,
     SandboxSpec,
+    SandboxStartError,
     SandboxUnavailable,
     SandboxUnreachable,
     list_sandboxes,
@@ -267,6 +269,70 @@ def test_an_image_that_one_engine_lacks_is_found_on_the_other(docker: str, engin
                 await engines.open(SandboxSpec(image="no-such-image:none"), run="test", timeout_s=30)
         finally:
             await engines.close()
+
+    asyncio.run(use())
+
+
+class StandInEngine:
+    """Starts nothing and fails as it is told, or starts what cannot be used."""
+
+    def __init__(self, error: SandboxError | None = None) -> None:
+        self._error = error
+        self.live = self.asked = 0
+
+    async def connect(self) -> None: ...
+
+    async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> object:
+        self.asked += 1
+        await asyncio.sleep(0.01)
+        if self._error is not None:
+            raise self._error
+        self.live += 1
+        return self
+
+
+def set_of(*engines: StandInEngine) -> EngineSet:
+    made = EngineSet([f"unix:///{number}" for number in range(len(engines))])
+    for member, engine in zip(made._members, engines, strict=True):
+        member.provider = engine  # type: ignore[assignment]
+    return made
+
+
+async def open_at_once(engines: EngineSet, count: int) -> list[object]:
+    starts = (engines.open(SPEC, run="test", timeout_s=1) for _ in range(count))
+    return list(await asyncio.gather(*starts, return_exceptions=True))
+
+
+def test_an_engine_that_starts_nothing_does_not_take_all_starts() -> None:
+    """Its runtime may be broken. It has the fewest sandboxes of all."""
+    broken, good = StandInEngine(SandboxStartError("OCI runtime create failed")), StandInEngine()
+
+    async def use() -> None:
+        engines = set_of(broken, good)
+        assert await open_at_once(engines, 8) == [good] * 8
+        asked = broken.asked
+        assert await open_at_once(engines, 8) == [good] * 8
+        assert broken.asked == asked
+        (error,) = await open_at_once(set_of(broken, broken), 1)
+        assert isinstance(error, SandboxStartError)
+        assert str(error).count("OCI runtime") == 2
+        lone = set_of(broken)
+        assert [type(error) for error in await open_at_once(lone, 2)] == [SandboxStartError] * 2
+        assert lone._members[0].paused_until == 0  # the spec may be at fault
+
+    asyncio.run(use())
+
+
+def test_starts_that_fail_together_pause_their_engine_once() -> None:
+    """Eight of them paused it for 5 minutes, although it was away for a second."""
+
+    async def use() -> None:
+        engines = set_of(StandInEngine(SandboxUnreachable("away")), StandInEngine())
+        for least_s in (5, 10):
+            await open_at_once(engines, 16)
+            (member, _) = engines._members
+            assert least_s - 1 < member.paused_until - time.monotonic() <= least_s
+            member.paused_until = 0
 
     asyncio.run(use())
 
