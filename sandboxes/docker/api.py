@@ -200,10 +200,15 @@ class EngineApi:
         idle_timeout_s: float | None = REQUEST_TIMEOUT_S,
     ) -> AsyncIterator[dict[str, Any]]:
         """Send a request and yield the JSON lines of the answer. Raises SandboxError, ValueError for other lines."""
+        rest = b""
         async with self._streamed(method, path, idle_timeout_s, params=query, content=content) as response:
-            async for line in response.aiter_lines():
-                if line.strip():
+            # Not aiter_lines: it also ends lines at U+0085, which engines write as it is within a string.
+            async for piece in response.aiter_bytes():
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in filter(bytes.strip, lines):
                     yield json.loads(line)
+        if rest.strip():
+            yield json.loads(rest)
 
     async def download(self, path: str, *, idle_timeout_s: float = REQUEST_TIMEOUT_S) -> AsyncIterator[bytes]:
         """Yield the bytes of an answer as they come. Raises SandboxError."""

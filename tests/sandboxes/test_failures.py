@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import subprocess
+import uuid
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.client.frames import HEADER, MAX_REQUEST, Request
 from roll_flash.sandboxes.docker.api import open_engine
 from roll_flash.sandboxes.docker.events import EngineEvents
+from roll_flash.sandboxes.images.build import image_key
+from roll_flash.sandboxes.images.stored_images import BUILDS
 
 
 def opening(spec: SandboxSpec | None = None, provider: str = "docker") -> None:
@@ -105,8 +108,8 @@ def test_a_spec_that_contradicts_itself_is_refused(fields: dict[str, object]) ->
         SandboxSpec.model_validate(fields)
 
 
-async def death_of_one(kill: list[str]) -> SandboxDied:
-    async with open_sandbox(provider="docker") as sandbox:
+async def death_of_one(kill: list[str], spec: SandboxSpec | None = None) -> SandboxDied:
+    async with open_sandbox(spec, provider="docker") as sandbox:
         running = asyncio.ensure_future(sandbox.exec("sleep 60", timeout=50))
         await asyncio.sleep(0.3)
         await asyncio.to_thread(subprocess.run, [*kill, sandbox.name], check=True, capture_output=True)
@@ -135,6 +138,17 @@ def test_a_sandbox_that_has_no_memory_left_for_its_agent_says_oom(docker: str) -
     with pytest.raises(SandboxDied, match="raise memory_mb") as caught:
         asyncio.run(until_it_dies())
     assert caught.value.reason == "oom"
+
+
+@pytest.mark.docker
+def test_a_text_that_ends_a_line_in_unicode_spoils_no_build_and_no_reason(docker: str) -> None:
+    """U+0085 is within a line of JSON; a label is told with each event, and without its reason an OOM is no sample."""
+    dockerfile = f'FROM roll-flash-sandbox:latest\nLABEL of="\u0085{uuid.uuid4().hex}"\n'
+    try:
+        error = asyncio.run(death_of_one(["docker", "kill"], SandboxSpec(dockerfile=dockerfile)))
+        assert error.reason == "killed", error
+    finally:
+        subprocess.run(["docker", "rmi", f"{BUILDS}:{image_key(dockerfile)}"], capture_output=True, check=True)
 
 
 @pytest.mark.docker
