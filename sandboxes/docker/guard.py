@@ -115,7 +115,9 @@ class Guard:
 
 def _is_readable(process: subprocess.Popen[bytes], within_s: float) -> bool:
     assert process.stdout is not None
-    return bool(select.select([process.stdout], [], [], within_s)[0])
+    waiting = select.poll()  # not select(), which takes no descriptor above 1,023
+    waiting.register(process.stdout, select.POLLIN)
+    return bool(waiting.poll(within_s * 1000))
 
 
 def _close_pipes(process: subprocess.Popen[bytes]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -177,6 +179,30 @@ def test_a_watchdog_that_is_killed_is_replaced_before_the_next_container(docker:
         assert watchdogs_of(os.getpid()) == others
 
     asyncio.run(replaced())
+
+
+def test_a_watchdog_is_replaced_in_a_process_with_many_open_files(docker: str) -> None:
+    """Connections of agents are descriptors of the worker; without a watchdog no sandbox started there any more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
+    others = watchdogs_of(os.getpid())
+
+    async def replaced() -> None:
+        async with open_sandbox(provider="docker") as sandbox:
+            with contextlib.ExitStack() as files:
+                for _ in range(1100):
+                    files.callback(os.close, os.open("/dev/null", os.O_RDONLY))
+                for watchdog in watchdogs_of(os.getpid()) - others:
+                    os.kill(watchdog, 9)
+                await until(lambda: watchdogs_of(os.getpid()) <= others)
+                async with sandbox.fresh() as fresh:
+                    assert (await fresh.exec("true")).ok
+                assert len(watchdogs_of(os.getpid()) - others) == 1
+
+    try:
+        asyncio.run(replaced())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("meanwhile", ["sweep", "close"])
