@@ -91,13 +91,15 @@ class SandboxPool:
         await self._connect(wanted)
         warm = self._warm_for(wanted)
         warm.floor = self._size
+        self._drop_dead(warm)
         self._refill(warm)
-        if any(sandbox.alive for sandbox in warm.ready):
+        if warm.ready:
             return
         future = warm.request()
-        if not warm.starting:
+        if warm.starting < len(warm.waiting):  # else one of those that start is for it
             self._refill(warm)
-        self._put(warm, await self._await_sandbox(warm, future))
+        sandbox = await self._await_sandbox(warm, future)
+        self._put(self._warm_for(wanted), sandbox)  # upkeep may have forgotten `warm` meanwhile
 
     @asynccontextmanager
     async def lease(
@@ -195,16 +197,20 @@ class SandboxPool:
         return self._warm[spec]
 
     async def _acquire(self, warm: WarmSandboxes) -> Sandbox:
-        while warm.ready:
+        self._drop_dead(warm)
+        if warm.ready:
             sandbox = warm.ready.popleft()
-            if sandbox.alive:
-                self._refill(warm)
-                return sandbox
-            self._stats.died_while_ready += 1
-            self._in_background(self._end(sandbox))
+            self._refill(warm)
+            return sandbox
         future = warm.request()
         self._refill(warm)
         return await self._await_sandbox(warm, future)
+
+    def _drop_dead(self, warm: WarmSandboxes) -> None:
+        for sandbox in [sandbox for sandbox in warm.ready if not sandbox.alive]:
+            warm.ready.remove(sandbox)
+            self._stats.died_while_ready += 1
+            self._in_background(self._end(sandbox))
 
     async def _await_sandbox(self, warm: WarmSandboxes, future: asyncio.Future[Sandbox]) -> Sandbox:
         """Wait for the sandbox of `future`; on cancellation a sandbox already assigned is kept ready for another."""
@@ -328,6 +334,7 @@ class SandboxPool:
                     self._stats.sweep_failures += 1
                     _log.warning("looking for what dead runs left behind failed: %r", error)
             for warm in self._warm.values():
+                self._drop_dead(warm)
                 for sandbox in warm.surplus(self._size, time.monotonic()):
                     self._in_background(self._end(sandbox))
             # Specs used by a single episode (snapshots) must not accumulate over a run.

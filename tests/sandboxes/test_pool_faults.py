@@ -140,6 +140,31 @@ def test_a_pool_closes_whichever_turn_of_the_loop_a_lease_ends_in(turns: int) ->
     asyncio.run(close_beside_a_lease())
 
 
+def test_a_pool_starts_again_after_all_that_were_ready_have_died() -> None:
+    """As after a restart of their engine: what had died counted as ready, and the wait for another never ended."""
+
+    async def start_twice() -> None:
+        provider = FakeProvider(Chance(0, 0.0))
+        async with SandboxPool(provider=provider, size=0) as pool:  # type: ignore[arg-type]
+            await pool.start()
+            provider.opened[0].runs = False
+            async with asyncio.timeout(5):
+                await pool.start()
+            assert [sandbox.alive for sandbox in provider.opened] == [False, True]
+            assert (pool.stats().ready, pool.stats().died_while_ready) == (1, 1)
+
+    asyncio.run(start_twice())
+
+
+def test_of_several_that_wait_for_a_pool_to_start_none_waits_for_ever_if_it_does_not() -> None:
+    async def start_together() -> list[object]:
+        async with SandboxPool(provider=FakeProvider(Chance(0, 1.0)), size=0) as pool:  # type: ignore[arg-type]
+            async with asyncio.timeout(5):
+                return list(await asyncio.gather(*(pool.start() for _ in range(3)), return_exceptions=True))
+
+    assert [isinstance(error, Exception) for error in asyncio.run(start_together())] == [True] * 3
+
+
 @pytest.mark.parametrize(
     "spoil", ["rm -r /sandbox/*; chmod 0555 /sandbox", "rm -r /sandbox/* /tmp/*; chmod 0555 /sandbox /tmp", "chmod 0 ."]
 )
