@@ -155,7 +155,8 @@ class AgentConnection:
         if self.error is not None:
             raise self.error
         assert self._transport is not None, "opened() comes first"
-        self._transport.write(encode(kind, channel, payload))
+        if not self._transport.is_closing():  # else the request fails when it is known why the stream has ended
+            self._transport.write(encode(kind, channel, payload))
 
     async def writable(self) -> None:
         await self._writable.wait()

@@ -6,12 +6,15 @@ import asyncio
 import platform
 import subprocess
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import uvloop
 from conftest import need
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_pool import until
 
 from roll_flash.sandboxes import (
     SandboxDied,
@@ -124,6 +127,25 @@ async def death_of_one(kill: list[str], spec: SandboxSpec | None = None) -> Sand
 def test_a_container_that_is_killed_from_outside_says_so(docker: str, kill: list[str]) -> None:
     error = asyncio.run(death_of_one(kill))
     assert error.reason == "killed", error
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_command_after_the_end_is_told_its_reason(
+    docker: str, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """Workers run on uvloop, whose closed transports raise a RuntimeError: an OOM would have been no sample."""
+
+    async def go_on() -> str:
+        async with open_sandbox(provider="docker") as sandbox:
+            await asyncio.to_thread(subprocess.run, ["docker", "kill", sandbox.name], check=True, capture_output=True)
+            await until(lambda: not sandbox.alive)
+            with pytest.raises(SandboxDied) as caught:
+                await sandbox.exec("true")
+            return caught.value.reason
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(go_on()) == "killed"
 
 
 @pytest.mark.docker

@@ -80,6 +80,9 @@ class SilentTransport(asyncio.WriteTransport):
         super().__init__()
         self.aborted = False
 
+    def is_closing(self) -> bool:
+        return False
+
     def write(self, data: Any) -> None:
         pass
 
