@@ -8,7 +8,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from errno import EFBIG, EINVAL
+from errno import EFBIG, EINVAL, ELOOP
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -19,6 +19,7 @@ from roll_flash.sandboxes.client.frames import Entry
 from roll_flash.sandboxes.errors import SandboxFileError
 from roll_flash.sandboxes.files.archives import max_packed, unpack
 from roll_flash.sandboxes.files.tree_model import (
+    MAX_DEPTH,
     EscapesTree,
     File,
     Folder,
@@ -252,6 +253,8 @@ def _of_folder(source: Path, max_bytes: int, max_entries: int) -> _Outgoing:
     root = os.fsencode(source)
     try:
         for folder, folders, names in os.walk(root, onerror=_raise):
+            if folder.count(b"/") - root.count(b"/") > MAX_DEPTH:  # os.walk itself ends at the limit of recursion
+                raise SandboxFileError(f"{source} has folders nested deeper than {MAX_DEPTH}", ELOOP)
             for name in (*folders, *names):
                 member = os.path.join(folder, name)
                 status = os.lstat(member)

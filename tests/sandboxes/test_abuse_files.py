@@ -9,6 +9,7 @@ import io
 import lzma
 import os
 import random
+import subprocess
 import tarfile
 import threading
 import time
@@ -305,6 +306,25 @@ def test_a_tree_of_long_names_is_refused_and_the_sandbox_lives(provider: str, tm
             await sandbox.get_tree("d", tmp_path / "out", max_entries=30_000)
 
     within(provider, fetch)
+
+
+def test_a_folder_here_that_nests_too_deeply_is_refused(provider: str, tmp_path: Path) -> None:
+    """Of a task of somebody else, say; Python's own walk ends at its limit of recursion."""
+    folder = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(1200):
+        os.mkdir("d", dir_fd=folder)
+        folder, above = os.open("d", os.O_RDONLY, dir_fd=folder), folder
+        os.close(above)
+    os.close(folder)
+
+    async def put(sandbox: Sandbox) -> None:
+        with pytest.raises(SandboxFileError, match="deeper than 200"):
+            await sandbox.put_tree(tmp_path, "d")
+
+    try:
+        within(provider, put)
+    finally:
+        subprocess.run(["rm", "-r", str(tmp_path / "d")], check=True)
 
 
 def lying(packed: bytes, size: int) -> bytes:
