@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ class Player:
 
     async def open(self) -> tuple[Any, Any]:
         """Return an environment and its sandbox (None if it needs none). Exceptions of its constructor pass through."""
-        env = await call_in_thread(lambda: make_env(self._env_id, **self._kwargs))
+        env = await call_in_thread(lambda: make_env(self._env_id, **copy.deepcopy(self._kwargs)))
         inner = env.unwrapped
         if not isinstance(inner, SandboxEnv):
             return env, None

@@ -7,6 +7,7 @@ awaited, blocking environments run in a thread pool, and both answer with chat m
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -59,7 +60,7 @@ def check_environments(
 
 def _checked(task: Task, rollout: RolloutConfig, no_roles: str, policies: Collection[str]) -> Any:
     try:
-        env = make_env(task.env_id, **task.kwargs).unwrapped
+        env = _env_of(task).unwrapped
         if isinstance(env, Env):
             _check_timeouts(task.env_id, env, rollout)
         for several in ("roles", "policies"):
@@ -226,8 +227,14 @@ class EnvironmentMaker:
 
 def _make(task: Task) -> tuple[gymnasium.Env[Any, Any], float]:
     began = time.perf_counter()
-    env = make_env(task.env_id, **task.kwargs)
+    env = _env_of(task)
     return env, time.perf_counter() - began
+
+
+def _env_of(task: Task) -> gymnasium.Env[Any, Any]:
+    """Make a task's environment with arguments of its own: a worker gets one task for several replicas, and what one of
+    them changed in a list of it, the others would see."""
+    return make_env(task.env_id, **copy.deepcopy(dict(task.kwargs)))
 
 
 def _has_own_close(env: gymnasium.Env[Any, Any]) -> bool:
@@ -267,13 +274,19 @@ def _as_messages(observation: Any) -> list[Message]:
 
 
 def _is_long(message: Message) -> bool:
+    return len(_said(message)) > MAX_CHARACTERS
+
+
+def _said(message: Message) -> str:
     content = message.get("content")
-    return isinstance(content, str) and len(content) > MAX_CHARACTERS
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content)
+    return content if isinstance(content, str) else ""
 
 
 def _shortened(messages: list[Message]) -> list[Message]:
     """Cut what is longer than its share, if all together are longer than MAX_CHARACTERS."""
-    texts = [content if isinstance(content := message.get("content"), str) else "" for message in messages]
+    texts = list(map(_said, messages))
     if sum(map(len, texts)) <= MAX_CHARACTERS:
         return messages
     share = MAX_CHARACTERS // len(messages)

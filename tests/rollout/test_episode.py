@@ -87,7 +87,8 @@ class Echo(Env):
 
     async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         await self._misbehave("reset")
-        return "" if self._fault == "reset says nothing" else f"seed {seed}", {}
+        info = {"tool_schemas": [{"name": "no schema"}]} if self._fault == "odd tools" else {}
+        return "" if self._fault == "reset says nothing" else f"seed {seed}", info
 
     async def step(self, action: str) -> Any:
         await self._misbehave("step")
@@ -344,6 +345,7 @@ def test_a_full_context_ends_the_episode_but_keeps_what_was_played() -> None:
         ("no info", "env_error", "info must be a dict, not NoneType"),
         ("array", "env_error", "step raised ValueError: The truth value of an array"),
         ("reset says nothing", "env_error", "reset returned an empty observation"),
+        ("odd tools", "env_error", "reset raised KeyError: 'function'"),
         ("step loses its sandbox", "sandbox_error", "the container is gone"),
     ],
 )
@@ -454,6 +456,33 @@ def test_a_registered_async_environment_is_made_by_gymnasium() -> None:
     assert asyncio.run(reset())[0] == [{"role": "user", "content": "seed 5"}]
 
 
+class Takes(Echo):
+    """Takes what it needs from the lists and objects that it was given, as environments do."""
+
+    def __init__(self, words: list[str], rules: dict[str, int]) -> None:
+        super().__init__(turns=rules.pop("turns"))
+        self._words = words
+
+    async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return self._words.pop(), {}
+
+
+def test_no_episode_sees_what_another_has_changed_in_the_arguments_of_their_task() -> None:
+    """Replicas of a group come to a worker with one task: each found what the others had left. Checks at the start,
+    which make environments too, changed what all workers got."""
+    register_env("TakesForTest-v0", Takes)
+    task = Task("t", "TakesForTest-v0", 0, {"words": ["cat"], "rules": {"turns": 1}})
+
+    async def openings() -> list[Any]:
+        with ThreadPoolExecutor(1) as threads:
+            maker = EnvironmentMaker(threads)
+            return [(await (await maker.open(task)).reset(0))[0][0]["content"] for _ in range(3)]
+
+    check_environments([task], RolloutConfig())
+    assert asyncio.run(openings()) == ["cat"] * 3
+    assert task.kwargs == {"words": ["cat"], "rules": {"turns": 1}}
+
+
 @pytest.mark.parametrize(
     ("env_id", "kwargs", "says"),
     [
@@ -500,6 +529,19 @@ def test_an_answer_that_fits_into_no_context_is_not_written_whole_with_its_episo
     assert len(found.turns[1].observation) < longest + 100
     assert f"[... {9 * longest} of {10 * longest} characters left out ...]" in found.turns[1].observation
     assert found.messages[-1]["content"] == found.turns[1].observation
+
+
+def test_an_answer_in_parts_that_fits_into_no_context_is_not_kept_whole_either() -> None:
+    class Prints(Echo):
+        async def step(self, action: str) -> Any:
+            parts = [{"type": "text", "text": int(action) * "x"}] * 2
+            return [{"role": "user", "content": parts}], 0.0, False, False, {}
+
+    found = play(Prints(), ScriptedPolicy("10", str(MAX_CHARACTERS), ContextFullError("full")), PATIENT)
+    assert isinstance(found, Trajectory)
+    assert found.messages[2]["content"] == [{"type": "text", "text": 10 * "x"}] * 2
+    assert len(found.turns[1].observation) < MAX_CHARACTERS + 100
+    assert "characters left out" in found.messages[-1]["content"]
 
 
 def test_the_messages_of_an_answer_share_what_is_kept_of_it() -> None:

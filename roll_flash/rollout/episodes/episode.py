@@ -155,8 +155,8 @@ class _Episode:
             progress.now("reset")
             async with environment_errors(deadlines.step_s, "reset"):
                 messages, about = await env.reset(self._spec.task.seed)
+                tools, info = declared_tools(about)
             self._prefix.check_opening(messages)
-            tools, info = declared_tools(about)
             if env.runs_own_loop:
                 if play_agent is None:
                     reason = "the environment plays itself, and nothing here gives its agent a gateway"
@@ -232,7 +232,7 @@ class _Episode:
             started = time.monotonic()
             async with environment_errors(step_s, "step"):
                 step = await env.step(action.text)
-            info = dict(step.info)
+                info = dict(step.info)
             turns.append(
                 Turn(
                     start=action.start,
