@@ -30,7 +30,7 @@ from roll_flash.stages.teacher import Teacher
 from roll_flash.stream import REWARD, Consumer, Row, Stage, TrajectoryStream
 from roll_flash.stream.blocks import fetch_trajectories
 from roll_flash.stream.stage import Compute
-from roll_flash.types import Trajectory, as_reward
+from roll_flash.types import Trajectory, as_reward, bounded
 
 REWARD_BATCH = 64
 START_TIMEOUT_S = 600.0
@@ -57,17 +57,18 @@ def score_column(stage: StageConfig) -> str:
 
 
 def final_reward(reward: float, scores: Sequence[float], stages: Sequence[StageConfig]) -> float:
-    """Apply all stages, in order, to the environment's reward. Raises RunError if the result is not a valid reward."""
+    """Apply all stages, in order, to the environment's reward. The result is at most MAX_REWARD: an environment gives
+    that for what is beyond, such as work that is wrong by far. Raises RunError if a stage's own part is larger."""
     for score, stage in zip(scores, stages, strict=True):
+        part = _checked(stage.weight * score, f"the reward after stage {stage.name}")
         match stage.reward:
             case "add":
-                reward += stage.weight * score
+                reward += part
             case "multiply":
-                reward *= stage.weight * score
+                reward *= part
             case "replace":
-                reward = stage.weight * score
-    names = ", ".join(stage.name for stage in stages)
-    return _checked(reward, f"the reward after stage {names}")
+                reward = part
+    return bounded(reward)
 
 
 class _Score(msgspec.Struct):

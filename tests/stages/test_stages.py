@@ -215,6 +215,17 @@ def test_a_reward_that_stages_make_too_large_ends_the_run_with_its_cause(tmp_pat
         run([stage(reward="replace", weight=weight)], [group("g")], tmp_path)
 
 
+@pytest.mark.parametrize("settings", [{"weight": 1.0}, {"weight": -1.0}, {"reward": "multiply", "weight": 4.0}])
+def test_an_answer_that_is_wrong_by_far_ends_no_run_with_stages(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Environments give a million for what is beyond. To what was at that limit, no stage could add anything."""
+    rewards, _ = run([stage(**settings)], [group("g", (-1e6, 1e6, 0.5))], tmp_path)
+    worst, best, usual = rewards["g"]
+    assert (worst, best) == (pytest.approx(-1e6), pytest.approx(1e6))
+    assert max(-worst, best) <= 1e6
+    assert usual == {1.0: 1.0, -1.0: 0.0, 4.0: 1.0}[settings["weight"]]
+    assert final_reward(3e6, [0.5], [stage()]) == 1e6
+
+
 def test_stages_are_applied_in_their_order() -> None:
     stages = [stage(weight=2), stage("b", reward="replace", weight=3), stage("c", reward="multiply")]
     assert final_reward(1.0, [5.0, 7.0, 0.5], stages) == 3 * 7 * 0.5
