@@ -214,6 +214,29 @@ def test_a_reward_that_cannot_be_trained_is_a_sample(given: str, earned: float) 
     with_session(play, *answers(observation(), observation(reward=given)))
 
 
+def test_rewards_of_an_episode_are_together_no_more_than_can_be_trained() -> None:
+    """Two calls that were wrong by a billion were no sample, in one turn or in two."""
+    rewards = [None, None, -1e9, -1e9, -1e9, 5e5, 1e9]
+
+    async def schema(_: web.Request) -> web.Response:
+        return web.json_response({"action": {"properties": {"tool_name": {}, "arguments": {}}}})
+
+    async def session(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for _ in socket:
+            said = {"tools": [{"name": "guess", "input_schema": {}}], "result": "no"}
+            await socket.send_json({"type": "observation", "data": {"observation": said, "reward": rewards.pop(0)}})
+        return socket
+
+    async def play(env: OpenEnv) -> None:
+        call = '<tool_call>{"name": "guess"}</tool_call>'
+        earned = [(await env.step(action))[1] for action in (call * 2, call, call, call)]
+        assert earned == [-1e6, 0.0, 5e5, 1e6]
+
+    with_session(play, web.get("/schema", schema), web.get("/ws", session))
+
+
 def test_the_results_of_a_turn_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "MAX_CHARACTERS", 3_000)
     made: list[str] = []

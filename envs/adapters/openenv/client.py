@@ -28,7 +28,7 @@ from roll_flash.envs.tools.prompt import (
 )
 from roll_flash.envs.tools.tool_env import MAX_TOOLS_SHARE_OF_STEP
 from roll_flash.errors import ConfigError, EnvError
-from roll_flash.types import MAX_REWARD, Message
+from roll_flash.types import MAX_REWARD, Message, bounded
 
 
 class OpenEnv(Env):
@@ -84,6 +84,7 @@ class OpenEnv(Env):
         step_ends_at = time.monotonic() + MAX_TOOLS_SHARE_OF_STEP * self.step_timeout_s
         self._ends_at = min(step_ends_at, self._began_s + MAX_TOOLS_SHARE_OF_STEP * self.episode_timeout_s)
         new_messages, earned, done = await (self._call_tools(action) if self._tools else self._act(action))
+        earned = bounded(bounded(self._earned + earned) - self._earned)  # all turns together, too
         self._earned += earned
         truncated = not done and self._turns >= self._max_turns
         info = (await self.conclude())[1] if done or truncated else {}
