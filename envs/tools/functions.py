@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import typing
 import warnings
 from collections.abc import Callable, Mapping
@@ -24,6 +25,8 @@ TOOL_OUTPUT_CHARACTERS = 4000
 MAX_ERRORS = 1000
 """Maximum number of wrong values that are described, as describing more takes seconds."""
 NOT_FINITE = "the numbers in its arguments must be finite"
+_HUGE_EXPONENT = re.compile(r"e[+-]?[\d_]{5}", re.IGNORECASE)
+"""`Fraction("1e99999999999")` computes this number: it would take all memory, and hold up the worker until then."""
 _MARK = "__roll_flash_tool__"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -101,6 +104,10 @@ class Tool(ToolDescription):
             checked = self.validate(arguments)
         except pydantic.ValidationError as error:
             raise WrongArguments(f"{self.name}: {_say(error)}. It takes {self._signature()}") from None
+        except WrongArguments:
+            raise
+        except Exception as error:  # pydantic passes on what a type raises, such as the pattern `a{99999999999}`
+            raise WrongArguments(f"{self.name}: its arguments: {type(error).__name__}: {error}") from None
         if not are_finite(arguments):
             raise WrongArguments(f"{self.name}: {NOT_FINITE}")
         return checked
@@ -137,8 +144,11 @@ def make_tool(function: Callable[..., Any], *, takes_env: bool = False) -> Tool:
         raise ToolDefinitionError(f"tool {name}: it has no docstring; the model reads it to know what the tool does")
     about = {parameter.arg_name: parameter.description for parameter in documentation.params}
     model = _arguments_model(name, function, about, takes_env)
+    takes_fractions = '"format": "fraction"' in json.dumps(model.model_json_schema())
 
     def validate(arguments: Mapping[str, Any]) -> dict[str, Any]:
+        if takes_fractions and _HUGE_EXPONENT.search(json.dumps(arguments, ensure_ascii=False, default=str)):
+            raise WrongArguments(f"{name}: an exponent of a fraction is too large")
         checked = model.model_validate(dict(arguments))
         return {name: getattr(checked, name) for name in model.model_fields}
 

@@ -34,7 +34,7 @@ from roll_flash.envs.tools.prompt import (
 )
 from roll_flash.envs.tools.results import limit_prints, render_result
 from roll_flash.errors import ConfigError, EnvError
-from roll_flash.processes.background import call_in_thread
+from roll_flash.processes.background import call_in_thread, ends_this_task
 from roll_flash.sandboxes.errors import SandboxBusy, SandboxDied, SandboxError, SandboxFileError
 from roll_flash.types import Message
 
@@ -269,10 +269,9 @@ class ToolEnv(Env):
             raise _ToolFailed(f"{tool.name} raised TimeoutError: {error}") from None
         except ToolError as error:
             raise _ToolFailed(str(error)) from None
-        except (Exception, SystemExit) as error:  # a tool may raise anything
-            if isinstance(error, EnvError) or (
-                isinstance(error, SandboxError) and not isinstance(error, SandboxFileError)
-            ):
+        except BaseException as error:  # a tool may raise anything, also the panic of a Rust library
+            is_of_sandbox = isinstance(error, SandboxError) and not isinstance(error, SandboxFileError)
+            if ends_this_task(error) or isinstance(error, EnvError) or is_of_sandbox:
                 raise
             raise _ToolFailed(f"{tool.name} raised {type(error).__name__}: {error}") from None
 

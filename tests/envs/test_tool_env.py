@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 import time
-from typing import Any, cast
+from fractions import Fraction
+from typing import Annotated, Any, cast
 
 import pytest
+from pydantic import AfterValidator
 
 import roll_flash
 from roll_flash.chat.judge import Judge
@@ -19,6 +22,10 @@ from roll_flash.sandboxes import SandboxDied, SandboxFileError, SandboxSpec, ope
 def double(x: int) -> int:
     """Twice a number."""
     return 2 * x
+
+
+class Panic(BaseException):
+    """As `pyo3_runtime.PanicException`."""
 
 
 class Workshop(ToolEnv):
@@ -47,6 +54,26 @@ class Workshop(ToolEnv):
     def leave(self) -> None:
         """Try to end the process."""
         raise SystemExit(3)
+
+    @tool()
+    def panic(self) -> None:
+        """Raise what is no Exception in a thread, as libraries in Rust do."""
+        raise Panic("index out of bounds")
+
+    @tool()
+    async def give_up(self) -> None:
+        """Be cancelled, by nobody."""
+        raise asyncio.CancelledError
+
+    @tool()
+    def find(self, pattern: re.Pattern[str], at: Annotated[int, AfterValidator([0, 1].__getitem__)] = 0) -> str:
+        """Find."""
+        return pattern.pattern
+
+    @tool()
+    def share(self, of: list[Fraction]) -> str:
+        """Add up."""
+        return str(sum(of))
 
     @tool(timeout_s=0.2)
     def hang(self) -> None:
@@ -134,6 +161,13 @@ def test_an_episode_with_tools_and_an_answer_earns_its_rewards() -> None:
     [
         ("<broken/>", "broken raised KeyError: 'no such thing'", "errors"),
         ("<leave/>", "leave raised SystemExit: 3", "errors"),
+        ("<panic/>", "panic raised Panic: index out of bounds", "errors"),
+        ("<give_up/>", "give_up raised CancelledError", "errors"),
+        ("<find>a{99999999999}</find>", "OverflowError: the repetition number is too large", "errors"),
+        (f"<find>{'(' * 2000}{')' * 2000}</find>", "RecursionError", "errors"),
+        ('<find pattern="a" at="7"/>', "find: its arguments: IndexError: list index out of range", "errors"),
+        ('<share>{"of": ["1/2", "1E+99_999_999"]}</share>', "share: an exponent of a fraction is too large", "errors"),
+        ('<share>{"of": ["1/0"]}</share>', "not a valid fraction", "errors"),
         ("<hang/>", "hang took longer than 0.2 s", "timeouts"),
         ("<wait/>", "wait took longer than 0.2 s", "timeouts"),
         ("<no_file/>", "no such file", "errors"),
