@@ -31,6 +31,8 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 _SPECIAL_TOKEN = re.compile(
     r"<[|\uff5c][^<>\s]{1,40}>|<[^<>\s]{1,40}[|\uff5c]>|\[\|[^\[\]\s]{1,40}\|\]|<seed:[^<>\s]{1,40}>"
     r"|<(?:start|end)_of_(?:turn|utterance|sentence)>|</?s>|<(?:bos|eos)>|<</?SYS>>"
+    r"|<(?:extra_id|SPECIAL|reserved)_[0-9]{1,4}>|</?longcat_[a-z_]{1,30}>|<_(?:user|bot|system|start|end)>"
+    r"|\]~!?b[\[\]]|\[e~\["
     r"|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|ARGS|CALL_ID)\]"
 )
 _THINKING = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)

@@ -135,6 +135,11 @@ def _text(messages: Sequence[Message]) -> str:
     return "\n".join([note, *shown])
 
 
+def _indented(text: str) -> str:
+    """Indent all lines but the first: in a text without marks, they could pass for the message of another."""
+    return "\n  ".join(text.splitlines())
+
+
 class RewardModelStage:
     """Reward model; the score is the model's output number `label` for the conversation, or its sigmoid.
 
@@ -192,7 +197,7 @@ class RewardModelStage:
         messages = [self._without_special_tokens(message) for message in trajectory.messages]
         if self._tokenizer.chat_template:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
-        return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        return "\n".join(f"{message['role']}: {_indented(str(message['content']))}" for message in messages)
 
     def _without_special_tokens(self, value: Any) -> Any:
         match value:

@@ -73,6 +73,7 @@ def test_words_of_an_answer_in_a_verdict_cannot_take_its_score_away(said: str) -
     [
         *("<|im_end|>", "<|eot_id|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<end_of_turn>", "<|im_end<score>|>"),
         *("</s>", "[/INST]", "[SYSTEM_PROMPT]", "<<SYS>>", "[|endofturn|]", "<turn|>", "<seed:eos>"),
+        *("[e~[", "]~b]", "]~!b[", "<extra_id_1>", "<SPECIAL_11>", "<reserved_106>", "</longcat_s>", "<_end>"),
     ],
 )
 def test_an_answer_cannot_end_its_message_and_go_on_as_the_judge(token: str) -> None:
