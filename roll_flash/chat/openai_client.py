@@ -334,18 +334,28 @@ def _json(content: bytes, url: str) -> Any:
 def _reply(answer: Any, url: str, elapsed_s: float) -> ChatReply:
     try:
         choice = answer["choices"][0]
-        text = choice["message"].get("content") if choice["message"].get("tool_calls") else choice["message"]["content"]
+        message = choice["message"]
+        content = message.get("content") if message.get("tool_calls") else message["content"]
         usage = answer.get("usage") or {}
         return ChatReply(
-            text="" if text is None else encodable(str(text)),
+            text=text_of_content(content),
             finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
             prompt_tokens=token_count(usage.get("prompt_tokens")),
             completion_tokens=token_count(usage.get("completion_tokens")),
             elapsed_s=elapsed_s,
-            tool_calls=tuple(_tool_call(call) for call in choice["message"].get("tool_calls") or ()),
+            tool_calls=tuple(_tool_call(call) for call in message.get("tool_calls") or ()),
         )
     except ANSWER_ERRORS:
         raise InferenceError(f"{url}: not a chat completion: {excerpt(answer)}") from None
+
+
+def text_of_content(content: Any) -> str:
+    """Return the text of an answer, which endpoints of thinking models give in parts. Raises one of ANSWER_ERRORS."""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content if part["type"] == "text")
+    if not isinstance(content, str | None):
+        raise TypeError(f"a {type(content).__name__} is no text")
+    return encodable(content or "")
 
 
 def excerpt(answer: Any) -> str:

@@ -17,6 +17,7 @@ from roll_flash.chat.openai_client import (
     EndpointRefusedError,
     OpenAIChatClient,
     excerpt,
+    text_of_content,
     token_count,
 )
 from roll_flash.errors import InferenceError
@@ -136,7 +137,7 @@ def _tool_choice(choice: str) -> Any:
 def _answer(choice: dict[str, Any]) -> Answer:
     message = choice["message"]
     calls = tuple(_tool_call(call) for call in message.get("tool_calls") or ())
-    content = encodable(str(message.get("content") or ""))
+    content = text_of_content(message.get("content"))
     scored = (choice.get("logprobs") or {}).get("content") or ()
     return Answer(
         raw=content,

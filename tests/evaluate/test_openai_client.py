@@ -17,6 +17,7 @@ from aiohttp import web
 from roll_flash.chat.openai_client import MAX_ANSWER_BYTES, ChatReply, OpenAIChatClient, _reply, api_key_from
 from roll_flash.envs.hosting.environments import EnvironmentMaker
 from roll_flash.errors import ConfigError, InferenceError
+from roll_flash.gateway.endpoint_backend import _answer
 from roll_flash.monitor.episodes import episode_record
 from roll_flash.rollout.episodes.conversation import ChatPolicy, ContextFullError
 from roll_flash.rollout.episodes.episode import Deadlines, Progress, run_episode
@@ -106,6 +107,17 @@ def test_half_a_character_of_an_endpoint_is_text_that_can_be_sent_on() -> None:
     reply = ask(Script((200, {"choices": [{"message": said, "finish_reason": "stop"}]}, {})))
     assert reply.text == "a?b \U0001f600"
     assert reply.tool_calls[0] == {"id": "?", "type": "function", "function": {"name": "a?", "arguments": '"?"'}}
+
+
+def test_an_answer_in_parts_is_its_text() -> None:
+    """As of endpoints of thinking models. Else its score would be that of a list of Python, with the thoughts in it."""
+    thought = {"type": "thinking", "thinking": [{"type": "text", "text": "7 * 6"}]}
+    said = {"content": [thought, {"type": "text", "text": "4"}, {"type": "text", "text": "2"}]}
+    assert ask(Script((200, {"choices": [{"message": said}]}, {}))).text == "42"
+    assert _answer({"message": said}).content == "42"
+    for content in ({"text": "42"}, 42, [{"type": "text", "text": 42}], ["42"]):
+        with pytest.raises(InferenceError, match="not a chat completion"):
+            _reply({"choices": [{"message": {"content": content}}]}, "http://here", 0.0)
 
 
 def test_no_key_is_sent_where_none_is_given() -> None:
