@@ -20,6 +20,9 @@ from roll_flash.monitor.metrics import EVAL_REWARD, EVAL_SUCCESS, EVAL_SUCCESS_H
 from roll_flash.run.trained_tasks import hashes_by_task, notes_on_tasks
 from roll_flash.types import ENDS_OF_THE_RUN
 
+MAX_COUNT = 1e15
+"""Larger numbers in what an environment says of its tools are no counts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -324,7 +327,11 @@ def tool_statistics(records: Iterable[Mapping[str, Any]]) -> dict[str, ToolStati
 
 def _add(total: ToolStatistics, use: Mapping[str, Any]) -> None:
     total.attempts += 1
-    total.calls += int(use["calls"])
-    total.errors += int(use.get("errors") or 0)
-    total.timeouts += int(use.get("timeouts") or 0)
-    total.seconds += float(use.get("seconds") or 0.0)
+    total.calls += int(_count(use["calls"]))
+    total.errors += int(_count(use.get("errors")))
+    total.timeouts += int(_count(use.get("timeouts")))
+    total.seconds += _count(use.get("seconds"))
+
+
+def _count(value: Any) -> float:
+    return value if isinstance(value, int | float) and 0 <= value <= MAX_COUNT else 0.0

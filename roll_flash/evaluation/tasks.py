@@ -13,6 +13,9 @@ from roll_flash.errors import ConfigError
 from roll_flash.scheduling.tasks import TaskSource
 from roll_flash.types import EpisodeSpec, SamplingParams, Task
 
+MAX_SLUG = 200
+"""Characters of a task's name in those of files, which may have 255: a row of a data set may have any text as id."""
+
 
 def held_out_tasks(env: EnvConfig, eval: EvalConfig) -> Sequence[Task]:
     """Return the first `eval.tasks` held-out tasks. Raises ConfigError if there is none."""
@@ -54,8 +57,9 @@ def build_episodes(
 
 
 def _distinct_slug(task: str) -> str:
-    """Slug that keeps different names different: if characters are replaced (`a/b` and `a-b`), a hash is added."""
-    slug = _slug(task)
+    """Slug that keeps different names different: if characters are replaced (`a/b` and `a-b`) or left out, a hash is
+    added."""
+    slug = _slug(task)[:MAX_SLUG]
     return slug if slug == task else f"{slug}-{hashlib.sha256(task.encode()).hexdigest()[:8]}"
 
 

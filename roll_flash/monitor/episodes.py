@@ -349,9 +349,18 @@ def own_answers(messages: Sequence[Mapping[str, Any]], turns: int) -> list[int]:
     return places[-turns:] if 0 < turns <= len(places) else places
 
 
+def is_of_an_agent(info: Mapping[str, Any]) -> bool:
+    """True for the info of an episode whose agent has a loop of its own: it has the figures of the gateway."""
+    return "gateway" in info
+
+
 def hash_of_task(env_id: str, messages: Sequence[Mapping[str, Any]], turns: int, info: Mapping[str, Any]) -> str:
-    """Return a hash that is equal for tasks which show the model the same messages before its first turn."""
+    """Return a hash that is equal for tasks which show the model the same messages before its first turn. A name,
+    `info["task"]`, tells apart those that begin alike. It takes the place of the messages only if these are of an agent
+    with a loop of its own: in the info of others, it may as well be the name of many tasks."""
     own = own_answers(messages, turns)
-    shown: Any = info["task"] if "task" in info else messages[: own[0] if own else None]
+    shown: Any = messages[: own[0] if own else None]
+    if "task" in info:
+        shown = info["task"] if is_of_an_agent(info) else [info["task"], shown]
     text = json.dumps([env_id, shown], sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]

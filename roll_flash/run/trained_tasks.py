@@ -3,7 +3,8 @@ every range of seeds.
 
 Tasks are identical if the model sees the same messages before its first turn. If all tasks of an evaluation begin
 equally (a game with hidden cards), that is no evidence, and seeds distinguish them. An environment can name its task in
-the info of `reset`, as `info["task"]`.
+its info, as `info["task"]`, which tells apart tasks that begin equally. Those of an agent with a loop of its own, whose
+messages are the agent's, are known by this name alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.checked_files import as_a_run_writes
-from roll_flash.monitor.episodes import task_hash
+from roll_flash.monitor.episodes import is_of_an_agent, task_hash
 from roll_flash.monitor.json_lines import JsonLinesFile, read_lines
 from roll_flash.types import FinishedEpisode
 
@@ -25,8 +26,9 @@ TRAINED_TASKS = "trained_tasks.jsonl"
 def hashes_by_task(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Hash of each task of episode records (`roll_flash.monitor.episodes`) by its id; empty if the hashes do not
     distinguish the tasks."""
-    found = {record["task_id"]: task_hash(record) for record in records if "messages" in record}
-    named = any("task" in record["info"] for record in records if "messages" in record)
+    told = [record for record in records if "messages" in record]
+    found = {record["task_id"]: task_hash(record) for record in told}
+    named = any("task" in record["info"] and is_of_an_agent(record["info"]) for record in told)
     return found if named or len(found) == 1 or len(set(found.values())) > 1 else {}
 
 

@@ -17,10 +17,11 @@ from roll_flash.config.tree import EnvConfig, load_config
 from roll_flash.errors import ConfigError
 from roll_flash.evaluation.comparison import compare_folders
 from roll_flash.evaluation.evaluation import evaluate, evaluate_environments, is_complete
-from roll_flash.evaluation.result import EvalResult
+from roll_flash.evaluation.journal import transcript_name
+from roll_flash.evaluation.result import EvalResult, ToolStatistics, tool_statistics
 from roll_flash.evaluation.tasks import build_episodes, held_out_tasks
 from roll_flash.monitor import episodes
-from roll_flash.types import EpisodeSpec, SamplingParams, Trajectory
+from roll_flash.types import EpisodeSpec, SamplingParams, Task, Trajectory
 
 ENV = EnvConfig(id="Maze-v0", kwargs={"size": 3}, max_turns=5)
 
@@ -54,6 +55,16 @@ def test_tasks_are_held_out_seeds_and_ids_depend_on_seed_and_attempt_only() -> N
     assert specs[4].episode_id == "test:1001:1"
     assert specs[4].max_turns == 5
     assert len({spec.sampling.seed for spec in specs}) == len({spec.episode_id for spec in specs}) == 6
+
+
+def test_tasks_with_long_names_have_transcripts_of_their_own(tmp_path: Path) -> None:
+    """An id of a row may be a whole text: the first transcript ended the evaluation."""
+    tasks = [Task(f"my/{'x' * 1000}{number}", "A-v0", number) for number in range(2)]
+    specs = build_episodes(tasks, EnvConfig(id="A-v0"), EvalConfig(tasks=2, attempts=2), SamplingParams(), "mine")
+    files = {tmp_path / transcript_name({"episode_id": spec.episode_id, "seed": spec.task.seed}) for spec in specs}
+    for file in files:
+        file.touch()
+    assert len(files) == len({spec.episode_id for spec in specs}) == 4
 
 
 def test_evaluations_with_neighbouring_seeds_share_no_attempt() -> None:
@@ -124,6 +135,18 @@ def test_an_episode_that_the_run_ends_is_no_success_where_the_environment_tells_
     run(EndsSome(lambda spec: True if spec.task.seed == 1001 else None), folder=tmp_path / "b")
     assert compare_folders(tmp_path / "a", tmp_path / "b").measure == "success"
     assert run(EndsSome(lambda spec: None)).success is None, "it tells success of no episode"
+
+
+def test_what_an_environment_says_of_tools_and_is_no_count_ends_no_evaluation() -> None:
+    """Its info may have this key for something else, and all attempts were played when the figures are made."""
+    uses: list[Any] = [
+        {"calls": 2, "errors": 1, "timeouts": None, "seconds": 0.5},
+        {"calls": 3, "errors": ["no file"], "timeouts": "two", "seconds": 10**400},
+        {"calls": 10**400, "errors": {"a": 1}, "seconds": float("nan")},
+        ["calls"],
+    ]
+    found = tool_statistics({"info": {"tools": {"sh": use}}} for use in uses)
+    assert found == {"sh": ToolStatistics(calls=5, errors=1, timeouts=0, seconds=0.5, attempts=3)}
 
 
 def test_attempts_without_a_success_are_said_where_others_have_one() -> None:

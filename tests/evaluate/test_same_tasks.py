@@ -115,6 +115,22 @@ def test_tasks_that_all_begin_alike_are_told_apart_by_their_name_or_else_by_seed
     assert result.kind.startswith("not held out" if seen else "held-out")
 
 
+@pytest.mark.parametrize("rows", [ROWS, ROWS[:1]], ids=["of different rows", "that begin alike"])
+def test_a_name_of_many_tasks_makes_them_no_single_one(rows: list[str], tmp_path: Path) -> None:
+    """Many environments have such a name in their info, as of a level. All tasks counted as one, in every interval,
+    and as trained on."""
+    runner = Rows(rows, task=lambda _: "products")
+    result = evaluated(runner, trained_on(runner, range(3), tmp_path), tasks=6)
+    assert result.success is not None
+    assert (result.success.count, result.trained_on) == ((6, 3) if rows is ROWS else (6, 0))
+
+
+def test_a_task_of_an_agent_is_known_by_its_name_alone(tmp_path: Path) -> None:
+    """Its first message may be another in each episode, such as the time."""
+    runner = Rows(ROWS, task=lambda _: "products", gateway=lambda _: {"calls": 1})
+    assert len(evaluated(runner, trained_on(runner, range(1), tmp_path), tasks=6).task_hashes) == 1
+
+
 def test_the_summary_of_a_run_says_that_it_was_evaluated_on_training_tasks(tmp_path: Path) -> None:
     runner = Rows(ROWS)
     before, after = evaluated(runner, set()), evaluated(runner, trained_on(runner, range(6), tmp_path))
