@@ -162,8 +162,9 @@ class _Read:
 def _kind(env: EnvConfig, row: dict[str, Any]) -> object:
     """Return what the checks of a run depend on: environment and, for Dataset-v0, rewards and tools."""
     assert env.data is not None
-    chosen = row.get(env.data.environment_column or "") or env.id
-    own = row.get(env.data.kwargs_column or "")
+    named, options = env.data.environment_column, env.data.kwargs_column
+    chosen = env.id if named is None else row.get(named) or env.id
+    own = None if options is None else row.get(options)
     if chosen != DATASET_ENV or not isinstance(own, dict):
         return chosen
     return chosen, repr(own.get("reward")), repr(own.get("tools"))

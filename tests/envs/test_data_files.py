@@ -21,6 +21,7 @@ from roll_flash.envs.datasets.columns import UsedColumns
 from roll_flash.envs.datasets.formats import open_rows
 from roll_flash.envs.datasets.rows import Rows
 from roll_flash.envs.datasets.source import DatasetTasks
+from roll_flash.envs.datasets.splits import split_rows
 from roll_flash.envs.datasets.spooled import as_json, spooled
 from roll_flash.envs.hosting import waiting
 from roll_flash.errors import ConfigError
@@ -51,6 +52,18 @@ def test_a_column_without_a_name_and_a_separator_within_quotes_are_read(tmp_path
     assert list(opened(tmp_path / "index.csv")) == [{"": "0", "prompt": "How much is it?", "answer": "6"}]
     (tmp_path / "quoted.csv").write_text('"question, in short";answer\nHow much is it?;6\n')
     assert list(opened(tmp_path / "quoted.csv")) == [{"question, in short": "How much is it?", "answer": "6"}]
+
+
+@pytest.mark.parametrize("column", ["environment_column", "kwargs_column"])
+def test_the_numbers_of_a_column_without_a_name_are_no_environments(column: str, tmp_path: Path) -> None:
+    """With pandas' index each row was a kind of its own: the start tried the rewards of all rows."""
+    rows = "".join(f"{number},What is {number}?,{number},\n" for number in range(20))
+    (tmp_path / "index.csv").write_text(f",prompt,answer,own\n{rows}")
+    (tmp_path / "odd.jsonl").write_text('{"": [[]], "prompt": "a?", "answer": "1", "own": null}\n' * 3)
+    for name in ("index.csv", "odd.jsonl"):
+        data = {"path": str(tmp_path / name), column: "own"}
+        env = EnvConfig.model_validate({"id": "Dataset-v0", "data": data, "reward": "exact"})
+        assert len(split_rows(env.model_dump_json(), None).examples) == 1
 
 
 @pytest.mark.parametrize(
