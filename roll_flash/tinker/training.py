@@ -140,5 +140,5 @@ def read_lora(checkpoint: Path) -> LoraConfig:
     """Raises ApiError if there is no such checkpoint."""
     try:
         return LoraConfig(**json.loads((checkpoint / LORA_FILE).read_text()))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, RecursionError):
         raise ApiError(404, "checkpoint_not_found", f"{checkpoint}: no complete checkpoint of save_state") from None

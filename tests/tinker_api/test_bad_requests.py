@@ -16,6 +16,7 @@ from roll_flash.gateway.apis.api_error import ApiError
 from roll_flash.gateway.server import GatewayServer
 from roll_flash.tinker.messages import _TYPES, FLOAT32, INT64, GradientRequest, read_gradient_request
 from roll_flash.tinker.routes import ClientSession, Sampler, TinkerRoutes
+from roll_flash.tinker.training import LORA_FILE, read_lora
 
 KEY = "tml-key"
 
@@ -58,6 +59,13 @@ def test_what_would_be_done_wrongly_is_refused() -> None:
             await routes._step({"model_id": "s:train:0", "seq_id": 1, "adam_params": {"eps": 0}})
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "5", '{"rank": "many"}', "[" * 100_000])
+def test_a_checkpoint_with_damaged_adapters_is_not_found(content: str, tmp_path: Path) -> None:
+    (tmp_path / LORA_FILE).write_text(content)
+    with pytest.raises(ApiError, match="no complete checkpoint of save_state"):
+        read_lora(tmp_path)
 
 
 @pytest.mark.parametrize(
