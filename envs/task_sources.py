@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from roll_flash.config.fields import require_json
 from roll_flash.config.tree import Config, EnvConfig, ModelConfig
 from roll_flash.config.user_code import load_object
 from roll_flash.errors import ConfigError, DataError, RollFlashError, RunError, TaskError, first_line
@@ -157,7 +158,7 @@ class UsersSource(TaskSource):
 
     def state(self) -> dict[str, Any]:
         state = self._call("state", self._source.state)
-        self._require_json(state, "its state")
+        self._require(json.dumps, state, "its state")
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -178,11 +179,11 @@ class UsersSource(TaskSource):
     def _checked(self, task: Any) -> Task:
         if not isinstance(task, Task):
             raise RunError(f"task source {self._name}: gave a {type(task).__name__}, not a roll_flash.Task")
-        self._require_json(dict(task.kwargs), f"the kwargs of task {task.task_id}")
+        self._require(require_json, dict(task.kwargs), f"the kwargs of task {task.task_id}")
         return task
 
-    def _require_json(self, value: Any, what: str) -> None:
+    def _require(self, check: Callable[[Any], object], value: Any, what: str) -> None:
         try:
-            json.dumps(value)
+            check(value)
         except (TypeError, ValueError) as error:
             raise RunError(f"task source {self._name}: no checkpoint can hold {what}: {error}") from None

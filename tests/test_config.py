@@ -253,6 +253,8 @@ def test_an_unknown_key_comes_with_the_one_that_was_meant(override: str, words: 
         ("learner.betas=[0.9, 1.0]", "learner.betas.1"),
         ("rollout.stop=['']", "rollout.stop.0"),
         ("envs.0.kwargs.day=2024-01-01", "envs.0.kwargs: Object of type date is not JSON serializable"),
+        ("envs.0.kwargs.pays=[{1: 0.5}]", "envs.0.kwargs: The key 1 is no text, so no checkpoint can hold it"),
+        ("envs.0.kwargs.most=.inf", "envs.0.kwargs: Out of range float values are not JSON compliant"),
         ("envs.0.levels=[{day: 2024-01-01}]", "envs.0.levels.0: Object of type date is not JSON serializable"),
         ("monitor.tensorboard=perhaps", "monitor.tensorboard"),
     ],

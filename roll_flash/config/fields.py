@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,10 +20,26 @@ def _expand_home(value: Any) -> Any:
     return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~") else value
 
 
+def require_json(value: Any) -> None:
+    """Raises TypeError or ValueError for a value that JSON cannot hold, such as a date, or holds as another: a key that
+    is a number would be a text, and NaN null, for an episode that goes on after a checkpoint or is played again."""
+    json.dumps(value, allow_nan=False)
+    if others := [key for key in _keys(value) if not isinstance(key, str)]:
+        raise TypeError(f"The key {others[0]!r} is no text")
+
+
+def _keys(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value
+        value = list(value.values())
+    for item in value if isinstance(value, list | tuple) else ():
+        yield from _keys(item)
+
+
 def _require_json(value: dict[str, Any]) -> dict[str, Any]:
     """Reject values that checkpoints (JSON) cannot hold, such as dates, which YAML makes of date-like text."""
     try:
-        json.dumps(value)
+        require_json(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{error}, so no checkpoint can hold it; write it in quotes, or as a list") from None
     return value

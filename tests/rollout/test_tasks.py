@@ -206,6 +206,8 @@ class Faulty(Endless):
                 return task.to_dict()
             case "kwargs":
                 return replace(task, kwargs={"day": object()})
+            case "key":
+                return replace(task, kwargs={"pays": {1: 0.5}})
         return task
 
     def state(self) -> dict[str, Any]:
@@ -224,6 +226,7 @@ class Faulty(Endless):
         ("raises", "Faulty: next raised KeyError: 'row'"),
         ("no task", "Faulty: gave a dict, not a roll_flash.Task"),
         ("kwargs", "Faulty: no checkpoint can hold the kwargs of task counting:Counting-v0:1: Object of type object"),
+        ("key", "no checkpoint can hold the kwargs of task counting:Counting-v0:1: The key 1 is no text"),
     ],
 )
 def test_a_source_that_goes_wrong_ends_the_run_with_one_line_that_names_it(mistake: str, says: str) -> None:
