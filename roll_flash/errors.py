@@ -11,6 +11,20 @@ def first_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+MAX_DESCRIBED = 10_000
+"""Characters of a foreign error that are kept: it may quote megabytes."""
+
+
+def described(error: BaseException) -> str:
+    """Return type and text of an error of a user's code, whose text may be long, or raise an error itself."""
+    try:
+        text = str(error)
+    except Exception as another:
+        text = f"no text, because of {type(another).__name__}"
+    whole = f"{type(error).__name__}: {text}"
+    return whole if len(whole) <= MAX_DESCRIBED else f"{whole[:MAX_DESCRIBED]} [... {len(whole)} characters]"
+
+
 class RollFlashError(Exception):
     """Base class of all errors that this package raises on purpose."""
 

@@ -358,6 +358,28 @@ def test_what_an_environment_does_wrong_is_a_failure_with_its_cause(fault: str, 
     assert Echo.closed == closed + 1
 
 
+def test_an_error_of_an_environment_is_its_own_whatever_its_text_is() -> None:
+    """Without a text it was called a mistake of ours, and a failure with megabytes went to the driver as it was."""
+
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    class Raises(Echo):
+        def __init__(self, error: Exception) -> None:
+            super().__init__()
+            self._error = error
+
+        async def step(self, action: str) -> Any:
+            raise self._error
+
+    mute, long = (play(Raises(error), ScriptedPolicy("a")) for error in (Mute(), KeyError("x" * 10_000_000)))
+    assert isinstance(mute, EpisodeFailure)
+    assert isinstance(long, EpisodeFailure)
+    assert (mute.cause, mute.message) == ("env_error", "step raised Mute: no text, because of RuntimeError")
+    assert (long.cause, len(long.message) < 11_000) == ("env_error", True)
+
+
 @pytest.mark.parametrize("fault", ["close raises", "close hangs"])
 def test_an_environment_that_cannot_close_keeps_its_trajectory(fault: str) -> None:
     outcome = play(Echo(fault=fault), ScriptedPolicy("a", "b"))

@@ -17,7 +17,7 @@ from typing import Any
 
 from roll_flash.envs.hosting.environments import AsyncEnvironment, BadRewardError
 from roll_flash.envs.tools.tool_chat import declared_tools
-from roll_flash.errors import InferenceError, ModelError
+from roll_flash.errors import InferenceError, ModelError, described
 from roll_flash.processes.background import ends_this_task
 from roll_flash.processes.deadlines import SteadyClock
 from roll_flash.rollout.episodes.conversation import Action, ContextFullError, Policy
@@ -325,7 +325,7 @@ async def environment_errors(timeout_s: float, what: str) -> AsyncIterator[None]
     except BaseException as error:
         if ends_this_task(error):
             raise
-        raise EpisodeFailed("env_error", f"{what} raised {type(error).__name__}: {error}") from error
+        raise EpisodeFailed("env_error", f"{what} raised {described(error)}") from error
 
 
 async def _close(env: AsyncEnvironment, timeout_s: float) -> str | None:
