@@ -31,7 +31,14 @@ from roll_flash.processes.background import FirstFailure, call_in_thread, first_
 from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.run.origin import require_own
-from roll_flash.run.run_dir import find_model, find_run, make_own_folder, require_owned_by_user, require_undamaged
+from roll_flash.run.run_dir import (
+    find_model,
+    find_run,
+    locked_run,
+    make_own_folder,
+    require_owned_by_user,
+    require_undamaged,
+)
 from roll_flash.run.trained_tasks import read_trained_tasks
 from roll_flash.system.start_checks import Checked, check_parts, check_sandboxes, require_isolation
 from roll_flash.terminal import say
@@ -153,6 +160,7 @@ async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
     plan = plan_evaluation(request)
     require_owned_by_user(plan.folder)
     if is_complete(plan.config, plan.folder, label=plan.label, about=plan.about):
+        say(f"nothing to play: {plan.folder} has all attempts; --out OTHER plays them anew", error=True)
         return await _scored(plan, None), plan.folder
     work = partial(_scored, plan, status=request.status)
     return await run_with_model(plan, work, api_key_env=request.api_key_env), plan.folder
@@ -177,7 +185,7 @@ async def run_with_model(
         say(f"starting servers and workers ({plan.config.usual_start}); logs in {plan.folder}", error=True)
     for line in checked.fit.notes() if checked.fit else ():
         say(line, error=True)
-    with first_failure() as failure:
+    with locked_run(plan.folder), first_failure() as failure:
         watching = open_watchdog(
             plan.config.name,
             plan.folder / "logs",
@@ -251,7 +259,7 @@ def plan_evaluation(request: EvalRequest) -> EvalPlan:
     model, about, run_config = _model(request)
     config = _config(request, model, run_config)
     model = model or config.model.path
-    about = {"model": model, **about}
+    about = {"model": model, **about, **_settings(config, endpoint)}
     folder = Path(request.out).expanduser() if request.out else _default_folder(config, about)
     trained = read_trained_tasks(run_config.parent / "logs") if run_config is not None else ()
     return EvalPlan(config, model, endpoint, folder, about, trained, from_run=run_config is not None)
@@ -278,12 +286,11 @@ def _model(request: EvalRequest) -> tuple[str | None, dict[str, Any], Path | Non
         return request.model, {"model": request.model, "endpoint": request.endpoint}, None
     folder = Path(request.model).expanduser()
     if (folder / "config.json").is_file():
-        return str(folder), {"model": str(folder), **_weights(folder)}, None
+        return str(folder), {"model": str(folder)}, None
     if _names_a_run(request.model):
         checkpoint = find_model(request.model)
         run = checkpoint.folder.parent.parent
-        about = {"model": f"{run.name}@{checkpoint.step}", **_weights(checkpoint.hf)}
-        return str(checkpoint.hf), about, run / "config.yaml"
+        return str(checkpoint.hf), {"model": f"{run.name}@{checkpoint.step}"}, run / "config.yaml"
     return request.model, {"model": request.model}, None
 
 
@@ -309,6 +316,8 @@ def _config(request: EvalRequest, model: str | None, run_config: Path | None) ->
     source: str | Path | dict[str, Any]
     if isinstance(request.config, Config):
         source = request.config.model_dump(mode="json")
+    elif request.config is not None and (Path(request.config).expanduser() / "config.yaml").is_file():
+        raise ConfigError(f"{request.config}: is a run; evaluate its model with --model {request.config}")
     elif request.config is not None and Path(request.config).expanduser().is_dir():
         return load_config(_task_folders(request, request.config, model), overrides)
     elif request.config is not None:
@@ -336,7 +345,7 @@ def _has_environment(config: Config, env_id: str) -> bool:
 
 def _with_one_environment(config: Config, env_id: str) -> Config:
     """Keep the environment `env_id` of the config; if it has none, its first one with another id."""
-    first = config.envs[0].model_copy(update={"id": env_id, "task_source": None})
+    first = config.envs[0].model_copy(update={"id": env_id, "task_source": None, "data": None, "reward": ()})
     return config.model_copy(update={"envs": (next((env for env in config.envs if env.id == env_id), first),)})
 
 
@@ -362,11 +371,22 @@ def _options(request: EvalRequest) -> list[str]:
     return found
 
 
+def _settings(config: Config, endpoint: str | None) -> dict[str, Any]:
+    """Return what else the scores depend on, as far as it differs from the defaults: what the model sees, the weights
+    of a folder, and who else plays."""
+    own = {"revision", "max_length", "thinking", "chat_template_kwargs"} if endpoint is None else {"max_length"}
+    seen = config.model.model_dump(mode="json", include=own, exclude_defaults=True)
+    folder = Path(config.model.path)
+    weights = _weights(folder) if endpoint is None and (folder / "config.json").is_file() else {}
+    policies = config.model_dump(mode="json", include={"policies"}, exclude_defaults=True)
+    return {**weights, **seen, **policies}
+
+
 def _default_folder(config: Config, about: Mapping[str, Any]) -> Path:
     """Return one folder per plan, so that the same command resumes and a different command never mixes with it."""
     plan = evaluation_plan(config.envs[0], config.eval, eval_sampling(config), about)
     if others := config.envs[1:]:
-        plan["other_envs"] = [{"id": env.id, "kwargs": env.kwargs} for env in others]
+        plan["other_envs"] = [evaluation_plan(env, config.eval, eval_sampling(config), about) for env in others]
     digest = hashlib.sha256(json.dumps(plan, sort_keys=True, default=str).encode()).hexdigest()[:8]
     return Path(config.runs) / "eval" / "-".join([_slug(config.envs[0].id), _slug(str(about["model"])), digest])
 

@@ -79,6 +79,7 @@ class Evaluation:
             ),
         )
         self._journal = Journal(folder, evaluation_plan(env, eval, sampling, self._about), self._budget)
+        self._journal.forget_changed(self._specs)
         self._attempts = Attempts(self._journal.unscored(self._specs), eval, self._budget)
         self._began_s = self._reported_s = time.monotonic()
 
@@ -255,7 +256,14 @@ def evaluation_plan(
         "max_turns": env.max_turns,
         "seeds_from": eval.seeds_from,
         **({} if env.task_source is None else {"task_source": env.task_source.model_dump()}),
+        **({} if env.data is None else _rows(env)),
         # `end_ids` follow from the model; plans of earlier versions have none.
         "sampling": {name: value for name, value in asdict(sampling).items() if name != "end_ids"},
         "about": dict(about),
     }
+
+
+def _rows(env: EnvConfig) -> dict[str, Any]:
+    """Where the rows of an environment come from, and what earns a reward."""
+    tree = env.model_dump(mode="json", include={"data", "reward"})
+    return {**tree, "data": {name: value for name, value in tree["data"].items() if name not in ("epochs", "shuffle")}}

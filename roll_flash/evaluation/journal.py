@@ -39,10 +39,17 @@ class Journal:
             (folder / TRANSCRIPTS).mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{folder}: the results cannot be written there: {error.strerror}; give --out") from None
-        _check_plan(folder / PLAN_FILE, decode(encode(plan).encode()))
+        _check_plan(folder / PLAN_FILE, _as_read(plan))
         for record in read_records(folder):
             self._count(record)
         self._file = JsonLinesFile(folder / EPISODES_FILE)
+
+    def forget_changed(self, specs: Sequence[EpisodeSpec]) -> None:
+        """Forget attempts at tasks whose arguments have changed since, such as the rows of an edited file."""
+        for spec in specs:
+            record = self.records.get(spec.episode_id, {})
+            if "env_kwargs" in record and _as_read(record["env_kwargs"]) != _as_read(spec.task.kwargs):
+                del self.records[spec.episode_id]
 
     def unscored(self, specs: Sequence[EpisodeSpec]) -> list[EpisodeSpec]:
         """Attempts to run: those without a record, and those that failed."""
@@ -128,6 +135,17 @@ def _check_plan(path: Path, plan: dict[str, Any]) -> None:
         return
     for key, value in plan.items():
         if saved.get(key) != value:
-            raise ConfigError(
-                f"{path.parent}: holds an evaluation with {key} {saved.get(key)}, not {value}; choose another folder"
-            )
+            name, old, new = _difference(key, saved.get(key), value)
+            raise ConfigError(f"{path.parent}: holds an evaluation with {name} {old}, not {new}; choose another folder")
+
+
+def _difference(key: str, old: Any, new: Any) -> tuple[str, Any, Any]:
+    """Return the name and the values of the first difference; of mappings it is that of an entry."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        name = next(name for name in {**old, **new} if old.get(name) != new.get(name))
+        return _difference(f"{key}.{name}", old.get(name), new.get(name))
+    return key, old, new
+
+
+def _as_read(value: Any) -> Any:
+    return decode(encode(value).encode())

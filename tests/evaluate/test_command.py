@@ -18,13 +18,14 @@ from scripted_runner import ScriptedRunner
 from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.tree import Config, EnvConfig, load_config
 from roll_flash.errors import ConfigError, InferenceError
+from roll_flash.evaluation.evaluation import is_complete
 from roll_flash.evaluation.journal import transcript_name
 from roll_flash.evaluation.tasks import build_episodes, held_out_tasks
 from roll_flash.evaluator import EvalRequest, plan_evaluation, run_evaluation
 from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.processes.background import background_task
-from roll_flash.run.run_dir import RunDir
+from roll_flash.run.run_dir import RunDir, locked_run
 from roll_flash.run.trained_tasks import TRAINED_TASKS
 from roll_flash.types import EpisodeSpec, SamplingParams
 
@@ -127,9 +128,11 @@ def test_a_model_name_that_looks_like_yaml_stays_a_name(name: str) -> None:
         (EvalRequest(env="Maze-v0", model="tiny", tasks=0), r"eval\.tasks: .*greater than or equal to 1"),
         (EvalRequest(env="Maze-v0", model="tiny", overrides=("eval.task=3",)), r"did you mean 'eval\.tasks'\?"),
         (EvalRequest(config="nothing.yaml"), "no such config file"),
+        (EvalRequest(config="runs/maze"), "runs/maze: is a run; evaluate its model with --model runs/maze"),
     ],
 )
 def test_what_cannot_be_run_is_one_clear_error(request_: EvalRequest, words: str) -> None:
+    finished_run(3)
     with pytest.raises(ConfigError, match=words):
         plan_evaluation(request_)
 
@@ -160,6 +163,70 @@ def test_results_of_weights_that_were_replaced_are_not_reused() -> None:
     first = plan_evaluation(request).folder
     model_folder(folder, '{"new": 1}')
     assert first != plan_evaluation(request).folder
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["envs.0.reward=number", "envs.0.data.system=Think.", "model.max_length=64", "model.thinking=strip"],
+)
+def test_results_of_other_settings_are_not_reused(override: str) -> None:
+    """After `reward: exact` had given 0, `reward: number` gave the same 0, and nothing was played."""
+    Path("rows.jsonl").write_text('{"prompt": "1 + 1?", "answer": 2}\n{"prompt": "1 + 2?", "answer": 3}\n')
+    env = {"id": "Dataset-v0", "data": {"path": "rows.jsonl"}, "reward": "exact"}
+    config = load_config({"model": {"path": "tiny"}, "rollout": {"max_new_tokens": 8}, "envs": [env]})
+    first = plan_evaluation(EvalRequest(config=config))
+    other = plan_evaluation(EvalRequest(config=config, overrides=(override,)))
+    assert first.folder != other.folder
+    assert not is_complete(first.config, Path("results"), label=first.label, about=first.about)
+    key = override.partition("=")[0].removeprefix("envs.0.").replace("model.", "about.")
+    with pytest.raises(ConfigError, match=f"holds an evaluation with {key}.*, not .*; choose another folder"):
+        is_complete(other.config, Path("results"), label=other.label, about=other.about)
+
+
+def test_weights_that_were_replaced_are_seen_also_if_the_config_names_them() -> None:
+    folder = model_folder(Path("my-model"))
+    config = load_config({**TREE, "model": {"path": str(folder)}})
+    first = plan_evaluation(EvalRequest(config=config)).folder
+    model_folder(folder, '{"new": 1}')
+    assert first != plan_evaluation(EvalRequest(config=config)).folder
+
+
+def test_attempts_at_rows_that_have_changed_are_played_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner = ScriptedRunner(lambda spec: True)
+
+    @asynccontextmanager
+    async def open_runner(*_: Any) -> AsyncIterator[ScriptedRunner]:
+        yield runner
+
+    monkeypatch.setattr("roll_flash.evaluator._open_runner", open_runner)
+    rows = [{"prompt": f"{number} + 1?", "answer": number + 1} for number in range(8)]
+
+    def play() -> int:
+        Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        before = len(runner.ran)
+        asyncio.run(run_evaluation(EvalRequest(config=config, out="results")))
+        return len(runner.ran) - before
+
+    Path("train.jsonl").write_text('{"prompt": "Hm?", "answer": "x"}\n')
+    data = {"path": "train.jsonl", "held_out": "rows.jsonl"}
+    config = load_config(
+        {"model": {"path": "tiny", "max_length": 256}, "envs": [{"id": "Dataset-v0", "data": data, "reward": "exact"}]}
+    )
+    assert play() == 8
+    assert play() == 0
+    assert "nothing to play: results has all attempts" in capsys.readouterr().err
+    rows[3]["answer"] = 5
+    assert play() == 1
+    assert play() == 0
+
+
+def test_two_processes_do_not_evaluate_into_one_folder() -> None:
+    request = EvalRequest(env="TextFrozenLake-v0", model="tiny", tasks=2, out="results")
+    with locked_run(Path("results")), pytest.raises(ConfigError, match=f"in use by process {os.getpid()}; wait"):
+        asyncio.run(run_evaluation(replace(request, overrides=("inference.engine=transformers",))))
+    assert not (Path("results") / "results.json").exists()
 
 
 def test_planning_writes_nothing(tmp_path: Path) -> None:
