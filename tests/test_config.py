@@ -22,6 +22,7 @@ from roll_flash.config.moved import MOVED, SYNONYMS
 from roll_flash.config.reference import reference
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ConfigError
+from roll_flash.run.run_dir import RunDir
 
 SMALLEST: dict[str, Any] = {"model": {"path": "tiny"}, "envs": [{"id": "Maze-v0"}]}
 
@@ -131,8 +132,18 @@ envs:
     ]
 
 
+def test_the_name_of_a_run_is_no_config_and_its_config_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "runs" / "mine" / "config.yaml", SMALLEST)
+    assert errors_of("mine") == "mine: no such config file; did you mean runs/mine/config.yaml?"
+
+
 def test_a_folder_or_a_binary_file_is_no_config(tmp_path: Path) -> None:
     assert "cannot be read" in errors_of(tmp_path)
+    (tmp_path / "config.yaml").touch()
+    assert errors_of(tmp_path).endswith(f"; did you mean {tmp_path}/config.yaml?")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
     assert "cannot be read" in errors_of(tmp_path / "binary.yaml")
 
@@ -243,6 +254,17 @@ def test_an_unknown_key_comes_with_the_one_that_was_meant(override: str, words: 
         ("name=a/b", "name"),
         ("name=..", "name"),
         ("name=", "name"),
+        ("name=my run", "name: a name has only letters, digits, '.', '_' and '-', and begins with a letter or a digit"),
+        ("name=2026-11-28", "YAML reads this as a date; put it in quotes (in a shell: name='\"2026-11-28\"')"),
+        ("name=7", "YAML reads this as a number; put it in quotes (in a shell: name='\"7\"')"),
+        ("name=on", "YAML reads this as true or false; put it in quotes (in a shell: name='\"...\"')"),
+        ("model.revision=1e9", "(in a shell: model.revision='\"...\"')"),
+        ("sandbox=docker", "sandbox: is a section; give keys of it, such as sandbox.provider, not 'docker'"),
+        ("envs=[Maze-v0]", "envs.0: is a section; give keys of it, such as envs.0.id, not 'Maze-v0'"),
+        ("envs.0.kwargs=5", "envs.0.kwargs: should be a mapping of keys to values, not 5"),
+        ("policies.a=5", "policies.a: is a section; give keys of it, such as policies.a.base_url, not 5"),
+        (f"name={'x' * 300}", "name: string should have at most 200 characters"),
+        ("stages=[{name: My judge, entry_point: judge}]", "stages.0.name: a name has only a-z, 0-9 and _"),
         ("model=tiny", "model"),
         ("rollout.stop=5", "rollout.stop"),
         ("rollout.temperature=0.005", "rollout.temperature"),
@@ -401,12 +423,16 @@ def test_files_that_a_config_names_are_looked_for_beside_it_first(
     reward = "[exact, 'mine.py:f', {function: 'mine.py:g'}]"
     entry = f"{{id: Dataset-v0, data: my.jsonl, reward: {reward}, kwargs: {{tools: ['mine.py:search']}}}}"
     own = "{id: 'mine.py:Maze', data: {path: there.jsonl, held_out: 'mine.py:rows'}, kwargs: {folder: model}}"
+    checks = "task_env: 'mine.py:Task', verifier_function: 'mine.py:check'"
+    agent = f"{{id: AgentEnv-v0, kwargs: {{program_files: [mine.py], opponent: 'mine.py:move', {checks}}}}}"
     judge = "{name: judged, entry_point: reward_model, kwargs: {path: model}}"
     (project / "base.yaml").write_text("model: {path: model}")
-    (project / "mine.yaml").write_text(f"base: base.yaml\nruns: runs\nenvs: [{entry}, {own}]\nstages: [{judge}]")
+    (project / "mine.yaml").write_text(
+        f"base: base.yaml\nruns: runs\nenvs: [{entry}, {own}, {agent}]\nstages: [{judge}]"
+    )
     monkeypatch.chdir(elsewhere)
     config = load_config("../project/mine.yaml")
-    first, second = config.envs
+    first, second, third = config.envs
     assert first.data is not None
     assert second.data is not None
     assert Path(config.model.path).resolve() == project / "model"
@@ -418,8 +444,33 @@ def test_files_that_a_config_names_are_looked_for_beside_it_first(
     assert Path((second.data.held_out or "").rpartition(":")[0]).resolve() == project / "mine.py"
     assert Path(second.kwargs["folder"]).resolve() == project / "model"
     assert Path(config.stages[0].kwargs["path"]).resolve() == project / "model"
+    assert [Path(file).resolve() for file in third.kwargs["program_files"]] == [project / "mine.py"]
+    for key in ("opponent", "task_env", "verifier_function"):
+        assert Path(third.kwargs[key].rpartition(":")[0]).resolve() == project / "mine.py"
     assert (second.data.path, config.runs) == ("there.jsonl", "runs")
     assert load_config("../project/mine.yaml", ["envs.0.data=there.jsonl"]).envs[0].data != first.data
+
+
+def test_a_split_is_not_taken_for_a_folder_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "project" / "test").mkdir(parents=True)
+    env = "{id: Dataset-v0, data: {path: openai/gsm8k, held_out: test}, reward: exact}"
+    (tmp_path / "project" / "mine.yaml").write_text(f"model: {{path: tiny}}\nenvs: [{env}]")
+    monkeypatch.chdir(tmp_path)
+    (found,) = load_config("project/mine.yaml").envs
+    assert found.data is not None
+    assert found.data.held_out == "test"
+
+
+def test_the_config_of_a_run_names_what_it_named_where_the_run_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run writes its model into a folder `model`: with `model.path: model` it could not be resumed."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config({**SMALLEST, "model": {"path": "model"}})
+    with RunDir.create(config, resume=False) as run:
+        run.model.mkdir()
+    assert load_config(config.run_folder / "config.yaml") == config
+    RunDir.create(config, resume=True).close()
 
 
 # The tree itself

@@ -50,7 +50,8 @@ def read_yaml(path: Path, parents: tuple[Path, ...] = ()) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such config file{_near_file(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot be read: {reason}{_near_file(path)}") from None
     except _DuplicateKeyError as error:
         raise ConfigError(f"{path}: the key {error}; remove one of them") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that does not exist, nesting without end
@@ -67,7 +68,11 @@ def read_yaml(path: Path, parents: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _near_file(path: Path) -> str:
-    if not path.parent.is_dir():
+    """Ask for the file that was meant: the config of a run that was named, or a file with a similar name."""
+    of_runs = (place / "config.yaml" for place in (path, Path("runs") / path))
+    if (meant := next((file for file in of_runs if file.is_file()), None)) is not None:
+        return f"; did you mean {meant}?"
+    if path.exists() or not path.parent.is_dir():
         return ""
     near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
     return f"; did you mean {path.parent / near[0]}?" if near else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -55,14 +56,34 @@ def _explain(item: Mapping[str, Any], root: type[BaseModel]) -> str:
             return moved_text(where) or f"unknown key {where!r}{_suggest(where, root)}"
         case "missing":
             return f"{where!r} is required"
-        case "string_pattern_mismatch" if item["loc"][-1] == "[key]":
+        case "string_pattern_mismatch" if item["loc"][-1] == "[key]" or item["loc"][0] == "stages":
             return f"{where.removesuffix('.[key]')}: a name has only a-z, 0-9 and _, and begins with a letter"
+        case "string_pattern_mismatch" if where == "name":
+            only = "a name has only letters, digits, '.', '_' and '-', and begins with a letter or a digit"
+            return f"{where}: {only}, not {_shown(item['input'])}"
+        case "string_type" if isinstance(item["input"], bool | int | float | date):
+            return _no_text(where, item["input"])
+        case "model_type":
+            found = _section_of([str(part) for part in item["loc"]], root)
+            names = f", such as {where}.{next(iter(found.model_fields))}" if found else ""
+            return f"{where}: is a section; give keys of it{names}, not {_shown(item['input'])}"
+        case "dict_type":
+            return f"{where}: should be a mapping of keys to values, not {_shown(item['input'])}"
         case "value_error":
             reason = str(item["ctx"]["error"])
             return f"{where}: {reason}" if where else reason
         case "tuple_type":
             return f"{where}: should be a list, such as {where}=[...], not {_shown(item['input'])}"
     return f"{where}: {item['msg'][0].lower()}{item['msg'][1:]}, not {_shown(item['input'])}"
+
+
+def _no_text(where: str, value: bool | float | date) -> str:
+    kind = "true or false" if isinstance(value, bool) else "a date" if isinstance(value, date) else "a number"
+    example = "..." if isinstance(value, bool | float) else value  # of `on` and `1e9` it does not show what was written
+    return (
+        f"{where}: should be a text, and YAML reads this as {kind}; put it in quotes (in a shell: "
+        f"{where}='\"{example}\"')"
+    )
 
 
 def _shown(value: Any) -> str:
@@ -72,17 +93,8 @@ def _shown(value: Any) -> str:
 
 def _suggest(where: str, root: type[BaseModel]) -> str:
     *parents, wrong = where.split(".")
-    section: type[BaseModel] = root
-    parts = iter(parents)
-    for part in parts:
-        if part.isdigit():  # index in a list of sections
-            continue
-        child = _section_type(section, part)
-        if child is None:
-            return ""
-        if _is_mapping(section, part):
-            next(parts, None)
-        section = child
+    if (section := _section_of(parents, root)) is None:
+        return ""
     if wrong in SYNONYMS:
         return f"; did you mean {SYNONYMS[wrong]!r}?"
     near = difflib.get_close_matches(wrong, list(section.model_fields), n=1, cutoff=0.6)
@@ -92,6 +104,21 @@ def _suggest(where: str, root: type[BaseModel]) -> str:
     if elsewhere:
         return f"; did you mean {elsewhere[0]!r}?"
     return f"; known keys here: {', '.join(section.model_fields)}"
+
+
+def _section_of(path: Sequence[str], root: type[BaseModel]) -> type[BaseModel] | None:
+    """Return the section at the end of a path of keys, indices and names."""
+    section, parts = root, iter(path)
+    for part in parts:
+        if part.isdigit():  # index in a list of sections
+            continue
+        child = _section_type(section, part)
+        if child is None:
+            return None
+        if _is_mapping(section, part):
+            next(parts, None)
+        section = child
+    return section
 
 
 def _section_type(section: type[BaseModel], name: str) -> type[BaseModel] | None:

@@ -10,8 +10,8 @@ FILES: tuple[str, ...] = (
     "model.path",
     "envs.*.data",
     "envs.*.data.path",
-    "envs.*.data.held_out",
     "envs.*.kwargs.folder",
+    "envs.*.kwargs.program_files.*",
     "envs.*.levels.*.folder",
     "stages.*.kwargs.path",
     "warm_start.demonstrations",
@@ -24,7 +24,10 @@ OBJECTS: tuple[str, ...] = (
     "envs.*.data.path",
     "envs.*.data.held_out",
     "envs.*.data.environments.*",
+    "envs.*.kwargs.opponent",
+    "envs.*.kwargs.task_env",
     "envs.*.kwargs.tools.*",
+    "envs.*.kwargs.verifier_function",
     "envs.*.levels.*.tools.*",
     "envs.*.reward",
     "envs.*.reward.*",
@@ -36,16 +39,25 @@ OBJECTS: tuple[str, ...] = (
     "learner.loss.name",
 )
 """Keys that may name an object in a file, `file.py:NAME`. In both, `*` is each entry of a list."""
+OF_A_RUN = (".lock", "checkpoints")
+"""In the folder of each run."""
+HELD_OUT = "envs.*.data.held_out"
+"""A file, or the name of a split, which has no suffix: a folder `test` is not meant by `held_out: test`."""
 
 
 def beside(tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the tree of a file in `folder`, with absolute paths for what is there."""
-    if folder.resolve() == Path.cwd():
+    """Return the tree of a file in `folder`, with absolute paths for what is there.
+
+    Paths in the config of a run are those of the folder that it was started in: `model.path: model` is not the model
+    that the run has written.
+    """
+    if folder.resolve() == Path.cwd() or all((folder / name).exists() for name in OF_A_RUN):
         return dict(tree)
     for key in FILES:
         tree = _changed(tree, key.split("."), lambda text: _file(text, folder))
     for key in OBJECTS:
         tree = _changed(tree, key.split("."), lambda text: _object(text, folder))
+    tree = _changed(tree, HELD_OUT.split("."), lambda text: _file(text, folder) if Path(text).suffix else text)
     return dict(tree)
 
 

@@ -370,7 +370,7 @@ class RayConfig(Section):
 
 
 class Config(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)] = "run"
     """Name of the run and of its folder."""
     runs: LocalPath = "runs"
     """Folder that holds the run folders."""
@@ -572,6 +572,7 @@ class Config(Section):
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Read, compose, override and validate a config. Raises ConfigError with one line per mistake."""
     tree = dict(source) if isinstance(source, Mapping) else read_yaml(Path(source))
+    overrides = [overrides] if isinstance(overrides, str) else overrides
     _refuse_moved(overrides)
     for override in overrides:
         tree = apply_override(tree, override)
