@@ -6,8 +6,11 @@ import json
 import keyword
 import random
 import re
+import sys
+import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from string import Template
 
@@ -35,7 +38,7 @@ class Project:
 def write_project(folder: str, kind: str, model: str) -> Project:
     """Write a project of one of the kinds in ABOUT into a new or empty folder, whose name is the project's.
 
-    Raises ConfigError for another kind, an invalid name, or a folder that is not empty.
+    Raises ConfigError for another kind, an invalid name, or a folder that is not empty or cannot be written.
     """
     require_kind(kind)
     path, module = require_place(folder)
@@ -44,9 +47,12 @@ def write_project(folder: str, kind: str, model: str) -> Project:
     words |= {"model": json.dumps(model), "length": str(_LENGTHS.get(model, _LENGTH))}
     words["engine"] = _ENGINE if model == "tiny" else ""
     files = {file: Template(text).substitute(words) for file, text in _FILES[kind](module).items()}
-    path.mkdir(parents=True, exist_ok=True)
-    for file, text in files.items():
-        (path / file).write_text(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            (path / file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}; choose another folder") from None
     return Project(path, tuple(files))
 
 
@@ -61,11 +67,23 @@ def require_place(folder: str) -> tuple[Path, str]:
     path = require_new(folder).resolve()
     name = path.name
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r}: a name is letters, digits and hyphens, such as word-count")
+        raise ConfigError(
+            f"{name!r}: a name is letters, digits and hyphens, and begins with a letter, such as word-count"
+        )
     module = name.replace("-", "_").lower()
     if keyword.iskeyword(module):
         raise ConfigError(f"{name!r} is a word of Python; choose another name")
+    if _is_module_elsewhere(module):
+        raise ConfigError(f"{name!r} is the name of a module of Python or of a package; choose another name")
     return path, module
+
+
+def _is_module_elsewhere(name: str) -> bool:
+    """True for the name of a module that programs import: a file of this name beside them would hide it."""
+    if name in sys.stdlib_module_names:
+        return True
+    found = PathFinder.find_spec(name, [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+    return found is not None and found.origin is not None
 
 
 def _data(_: str) -> dict[str, str]:
@@ -305,7 +323,7 @@ _README = """\
 
 ```sh
 roll-flash envs check train.yaml        # is it fit to train on?
-python -m pytest                        # the same, and your own tests
+python -m pytest                        # the same, and your own tests (once: pip install pytest)
 roll-flash train train.yaml --dry-run   # is everything there?
 roll-flash train train.yaml
 roll-flash watch $project               # in another terminal

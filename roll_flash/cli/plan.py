@@ -24,6 +24,7 @@ def plan(
     Speed, idle times, staleness, memory and cost: from the speeds of an earlier run, or from published figures.
     """
     from roll_flash.config.tree import load_config
+    from roll_flash.monitor.plot import SUFFIXES
     from roll_flash.planner.machines.hardware import load_hardware
     from roll_flash.planner.plan import plan_run
     from roll_flash.planner.report import report
@@ -32,6 +33,8 @@ def plan(
     source, overrides = split_words(words)
     if source is None:
         raise ConfigError("plan needs a CONFIG file, for example: roll-flash plan configs/quickstart.yaml --from RUN")
+    if gantt is not None and Path(gantt).suffix not in SUFFIXES:
+        raise ConfigError(f"--gantt {gantt}: give a file that ends with {' or '.join(SUFFIXES)}")
     config = load_config(source, overrides)
     measured = find_run(run, config.runs) if run is not None else None
     machines = load_hardware(hardware) if hardware is not None else None

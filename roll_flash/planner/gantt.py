@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from roll_flash.errors import ConfigError
 from roll_flash.planner.simulation.result import SimulationResult
 
 GENERATE, ENVIRONMENT, WAIT, LOST, LEARNER = "#3b6fb6", "#9cc4e4", "#f1e9d2", "#d9d9d9", "#d1603d"
@@ -14,7 +15,7 @@ MAX_SLOTS = 128
 
 
 def draw_gantt(result: SimulationResult, slots: int, title: str, path: Path) -> None:
-    """Draw a run simulated with `SimulationSettings.record` as a PNG file."""
+    """Draw a run simulated with `SimulationSettings.record` to a PNG or SVG file. Raises ConfigError if it cannot."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -26,7 +27,10 @@ def draw_gantt(result: SimulationResult, slots: int, title: str, path: Path) -> 
     axis.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axis.set_xlabel("predicted seconds")
     figure.legend(handles=legend_handles(), loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=110)
+    try:
+        figure.savefig(path, dpi=110)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}; give another file with --gantt") from None
 
 
 def draw_run(axis: Any, result: SimulationResult, end_s: float, slots: int) -> None:

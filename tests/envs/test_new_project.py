@@ -88,11 +88,27 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path, capsys: pyt
     assert "is not empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["1st", "a b", "class", "-x-", "a/..b"])
+@pytest.mark.parametrize("name", ["1st", "2048", "a b", "class", "-x-", "a/..b", "random", "Calendar", "numpy"])
 def test_a_name_that_cannot_be_a_projects_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="name"):
         write_project(name, "tools", "tiny")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_module_of_the_current_folder_does_not_take_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "word_count.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "word_count.py" in write_project("word-count", "tools", "tiny").files
+
+
+def test_a_place_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "/proc/word-count", "--kind", "data"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("roll-flash: /proc/word-count: cannot be written: ")
+    assert err.endswith("; choose another folder\n")
+    Path("file").touch()
+    assert main(["init", "file/word-count", "--kind", "data"]) == 2
+    assert "file/word-count: cannot be written: Not a directory; choose another" in capsys.readouterr().err
 
 
 def test_another_kind_is_refused_with_the_known_ones() -> None:

@@ -176,6 +176,18 @@ def test_a_chart_of_a_run_that_would_end_early_is_refused(run: Path, tmp_path: P
         replace(plan, calibration=failing).draw(tmp_path / "gantt.png")
 
 
+def test_a_chart_that_cannot_be_written_is_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(config_of(steps=8).to_yaml())
+    words = ["plan", str(config), "--from", str(run), "--no-search", "--gantt"]
+    assert main([*words, "gantt.pdf"]) == 2
+    assert capsys.readouterr().err == "roll-flash: --gantt gantt.pdf: give a file that ends with .png or .svg\n"
+    assert main([*words, str(tmp_path / "nowhere" / "gantt.png")]) == 2
+    assert "gantt.png: cannot be written: No such file or directory; give another file" in capsys.readouterr().err
+
+
 def _scheduler(alpha: int) -> dict[str, Any]:
     return {"groups_per_step": 8, "group_size": 6, "async_ratio": alpha}
 
