@@ -7,6 +7,7 @@ line prints goes through `say`.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -72,6 +73,13 @@ def outliving_readers() -> Iterator[None]:
     out, error = _OutlivingReader(sys.stdout), _OutlivingReader(sys.stderr)
     with redirect_stdout(out), redirect_stderr(error):
         yield
+
+
+def escape_what_cannot_be_encoded() -> None:
+    """Print characters that the terminal's encoding does not have as escapes, such as `\\u2016`, and fail for none."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def progress_bars_on_terminals_only() -> None:

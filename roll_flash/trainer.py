@@ -13,9 +13,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
-from roll_flash.config.tree import Config
+from roll_flash.config.tree import Config, load_config
 from roll_flash.diagnosis import LiveDiagnosis
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import RunError
@@ -51,16 +52,17 @@ OnStep = Callable[[int, Mapping[str, float]], object]
 """Called with a step (from 1) and its metrics, by the names of `metrics.jsonl`."""
 
 
-def train(config: Config, *, resume: bool = False, on_step: OnStep | None = None) -> dict[str, Any]:
+def train(config: Config | str | Path, *, resume: bool = False, on_step: OnStep | None = None) -> dict[str, Any]:
     """Run a training job to its end and return its summary, as `roll-flash train --json` prints it.
 
-    `resume` continues the run of this name from its newest checkpoint. `on_step` is called after the report of each
-    step, in a thread, while episodes go on; the next step waits for it. An error in it ends the run. Works also where
-    an event loop runs already, as in a notebook.
+    `config` is a loaded config or a YAML file. `resume` continues the run of this name from its newest checkpoint.
+    `on_step` is called after the report of each step, in a thread, while episodes go on; the next step waits for it. An
+    error in it ends the run. Works also where an event loop runs already, as in a notebook.
 
     Raises RollFlashError, or KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, when a checkpoint has been written.
     """
     make_logs_printable()
+    config = config if isinstance(config, Config) else load_config(config)
     # Report problems before a run folder of this name exists, those that are found at once first.
     check_run_folder(config, resume=resume)
     checked = check_parts(config)

@@ -19,6 +19,7 @@ from ray.exceptions import OutOfMemoryError
 from typer.main import get_command
 
 from roll_flash import __version__
+from roll_flash.cli import evaluate
 from roll_flash.cli.main import app, main
 from roll_flash.config.tree import load_config
 from roll_flash.errors import ConfigError, RollFlashError, RunError
@@ -351,6 +352,24 @@ def test_a_user_without_a_home_is_told_to_name_one(
     assert capsys.readouterr().err == "roll-flash: this user has no home folder: set HOME to one that you can write\n"
 
 
+def test_a_user_in_a_folder_that_was_removed_is_told_to_go_elsewhere(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", "from roll_flash.cli.main import main; raise SystemExit(main(['envs', 'list']))"]
+    script = 'mkdir gone; cd gone; rmdir ../gone; exec "$@"'
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    said = "roll-flash: the current folder has been removed; go to another one with cd\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
+def test_what_the_terminal_cannot_show_is_escaped() -> None:
+    Path("maze.yaml").write_text(yaml.safe_dump({**TREE, "envs": [{"id": "größer-v0"}]}))
+    done = roll_flash("train", "maze.yaml", "--dry-run", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 2
+    assert "'gr\\xf6\\xdfer-v0' is not registered" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
@@ -359,6 +378,9 @@ def test_a_user_without_a_home_is_told_to_name_one(
         (ValueError("two\nlines"), 1, "internal error: ValueError: two lines; run again with --debug"),
         (ValueError("x" * 9000 + " the cause"), 1, "xxx the cause; run again"),
         (OutOfMemoryError("2 worker(s) were killed\n" + 900 * "x"), 1, "roll-flash: the memory of a node is full"),
+        (PermissionError(13, "Permission denied", "/a/file"), 1, "roll-flash: /a/file: Permission denied; mend that"),
+        (OSError(28, "No space left on device", "b"), 1, "roll-flash: b: No space left on device; mend that"),
+        (OSError(22, "Invalid argument", "c"), 1, "internal error: OSError"),
         (KeyboardInterrupt(), 130, "interrupted; no checkpoint was written yet"),
     ],
 )
@@ -456,6 +478,27 @@ def test_a_dry_run_finds_an_environment_that_breaks(capsys: pytest.CaptureFixtur
     assert re.search(r"reset\(seed=\d+\) raised OSError: no maze today", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("part", ["__init__", "reset", "step"])
+def test_a_mistake_of_an_environment_is_named_with_its_line(capsys: pytest.CaptureFixture[str], part: str) -> None:
+    """Also an exit, which ended the command without a word."""
+    methods = {
+        "__init__": "def __init__(self): {}",
+        "reset": "async def reset(self, *, seed=None, options=None): {}; return 'hi', {{}}",
+        "step": "async def step(self, action): {}; return '', 0.0, True, False, {{}}",
+    }
+    for mistake, said in (("exit(3)", "SystemExit: 3"), ("{}['fruit']", "KeyError: 'fruit'")):
+        file = Path(f"{part.strip('_')}_{len(said)}.py")
+        lines = [f"    {text.format(mistake if name == part else 'pass')}" for name, text in methods.items()]
+        file.write_text("\n".join(["import roll_flash", "class Mine(roll_flash.Env):", *lines, ""]))
+        where = f"{said} ({file.name}:{[*methods].index(part) + 3})"
+        assert main(["envs", "check", f"{file}:Mine", "--seeds", "2"]) in (1, 2)
+        shown = capsys.readouterr()
+        assert where in shown.out + shown.err
+        if part != "step":
+            assert main(["train", config_file(envs=[{"id": f"{file}:Mine"}]), "--dry-run"]) in (1, 2)
+            assert where in capsys.readouterr().err
+
+
 def test_the_environments_that_ship_are_listed_with_what_they_are_about(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["envs", "list", "--json"]) == 0
     found = {entry["id"]: entry for entry in json.loads(capsys.readouterr().out)}
@@ -496,7 +539,9 @@ def test_sandbox_ls_is_a_list_also_where_no_engine_answers(
     for place in ("tempfile.tempdir", "roll_flash.sandboxes.scratch.SHORT_PLACE"):
         monkeypatch.setattr(place, str(tmp_path))  # other tests have folders in the usual ones
     assert main(["sandbox", "ls", "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    assert "containers were not looked for: no Docker engine answers at" in shown.err
+    listed = json.loads(shown.out)
     assert [each for each in listed if each["kind"] != "local"] == []  # of local ones other tests may have some
     assert main(["sandbox", "reap"]) == 0
     said = capsys.readouterr().out
@@ -527,6 +572,14 @@ def test_eval_prints_its_table_and_fails_only_when_nothing_could_be_scored(
     monkeypatch.setattr(command, evaluation(failure))
     assert main(["eval", "maze.yaml", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["failures"] == {"generate_error": 1}
+
+
+def test_eval_tells_in_a_log_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with evaluate._progress() as status:
+        status("1 of 9 attempts scored")
+        monkeypatch.setattr(evaluate, "STATUS_EVERY_S", 0.0)
+        status("2 of 9 attempts scored")
+    assert capsys.readouterr().err == "2 of 9 attempts scored\n"
 
 
 def test_output_that_nobody_reads_any_more_is_no_crash() -> None:

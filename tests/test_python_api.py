@@ -61,6 +61,15 @@ def test_every_public_name_is_there_and_is_completed() -> None:
     assert {"load_config", "train", "evaluate", "Run"} <= set(roll_flash.__all__)
 
 
+def test_a_file_is_a_config_and_one_override_needs_no_list() -> None:
+    Path("maze.yaml").write_text(json.dumps(TREE))
+    assert roll_flash.load_config("maze.yaml", "steps=3").steps == 3
+    with pytest.raises(roll_flash.ConfigError, match=r"Maze-v0.* is not registered"):
+        roll_flash.train("maze.yaml")
+    with pytest.raises(roll_flash.ConfigError, match=r"nothing\.yaml: no such config file"):
+        roll_flash.train(Path("nothing.yaml"))
+
+
 def test_names_stay_what_they_are_when_their_modules_are_imported() -> None:
     """A package of the same name would take the place of a function."""
     code = (

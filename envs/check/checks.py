@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from roll_flash.config.user_code import described
 from roll_flash.envs.check import agents
 from roll_flash.envs.check.contract import contract_broken
 from roll_flash.envs.check.leftovers import Snapshot, adopting_orphans, own_temporary_folder, wait_until_nothing_new
@@ -154,8 +155,8 @@ async def _open(player: Player, env_id: str) -> tuple[Any, Any]:
         return await player.open()
     except ConfigError:
         raise
-    except Exception as error:  # user code may raise anything
-        raise ConfigError(f"{env_id}: making it raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        raise ConfigError(f"{env_id}: making it raised {described(error)}") from error
 
 
 async def _play_all(player: Player, seeds: Sequence[int], has_oracle: bool) -> _Episodes:

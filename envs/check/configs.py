@@ -27,6 +27,7 @@ def check_config(
     with_rows = [env for env in config.envs if env.data is not None]
     room = _room(config) if with_rows else None
     spec = default_spec(config.sandbox)
+    provider = config.sandbox.provider if provider == "auto" else provider
     played = (
         check_environment(task.env_id, task.kwargs, provider=provider, seeds=seeds, timeout_s=timeout_s, spec=spec)
         for task in first_tasks(config)

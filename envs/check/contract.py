@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import gymnasium
 from gymnasium.utils.env_checker import check_env
 
+from roll_flash.config.user_code import described
 from roll_flash.envs.base import Env
 from roll_flash.envs.check.play import Player
 from roll_flash.envs.hosting.environments import AsyncEnvironment
@@ -39,8 +40,8 @@ async def contract_broken(player: Player, seed: int, timeout_s: float) -> str:
         raise
     except EnvError as error:
         return str(error)
-    except Exception as error:  # user code may raise anything
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        return " ".join(described(error).split())[:300]
     finally:
         if lease is not None:
             await lease.close()

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from roll_flash.config.user_code import described
 from roll_flash.envs.base import SandboxEnv
 from roll_flash.envs.hosting.environments import AsyncEnvironment
 from roll_flash.envs.hosting.sandbox_lease import LazySandbox
@@ -96,8 +97,8 @@ class Player:
             raise
         except TimeoutError as error:
             played.error = f"{played.part}: {error or f'took longer than {self._timeout_s:g} s'}"
-        except Exception as error:  # user code may raise anything
-            played.error = f"{played.part} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            played.error = f"{played.part} raised {' '.join(described(error).split())[:300]}"
         finally:
             played.error = played.error or await self._close(wrapped)
             if lease is not None:
@@ -131,8 +132,8 @@ class Player:
                 await env.close()
         except TimeoutError:
             return f"close: took longer than {self._timeout_s:g} s"
-        except Exception as error:  # user code may raise anything
-            return f"close raised {type(error).__name__}: {error}"
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            return f"close raised {described(error)}"
         return ""
 
 

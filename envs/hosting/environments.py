@@ -19,6 +19,7 @@ import gymnasium
 
 from roll_flash.chat.model_text import cut_middle, encodable
 from roll_flash.config.tree import RolloutConfig
+from roll_flash.config.user_code import described
 from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.base import Env, SandboxEnv
 from roll_flash.envs.registration import make_env
@@ -78,9 +79,9 @@ def _checked(task: Task, rollout: RolloutConfig, no_roles: str, policies: Collec
         return env
     except ConfigError as error:
         raise TaskError(f"envs: {error}") from None
-    except Exception as error:  # user code may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         with_kwargs = f"{task.env_id!r} with kwargs {dict(task.kwargs)}"
-        raise TaskError(f"envs: {with_kwargs}: {type(error).__name__}: {error}") from None
+        raise TaskError(f"envs: {with_kwargs}: {described(error)}") from None
 
 
 def _check_timeouts(env_id: str, env: Env, rollout: RolloutConfig) -> None:

@@ -7,6 +7,7 @@ import asyncio
 from roll_flash.cluster.nodes import living_nodes, with_gpu_memory
 from roll_flash.cluster.plan_checks import sandbox_load
 from roll_flash.config.tree import Config
+from roll_flash.config.user_code import described
 from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMaker
 from roll_flash.envs.hosting.first_prompts import PromptCheck
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
@@ -74,10 +75,12 @@ async def _reset(config: Config, task: Task, env: AsyncEnvironment, prompts: Pro
     except TimeoutError:
         limit = config.rollout.step_timeout_s
         raise EnvError(f"{task.env_id}: reset took longer than {limit:g} s (rollout.step_timeout_s)") from None
+    except EnvError as error:
+        raise EnvError(f"{task.env_id}: {error}") from None
     except RollFlashError:
         raise
-    except Exception as error:  # user code may raise anything
-        raise EnvError(f"{task.env_id}: reset(seed={task.seed}) raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        raise EnvError(f"{task.env_id}: reset(seed={task.seed}) raised {described(error)}") from error
     line = f"environment: {task.env_id} resets with {len(messages)} messages"
     if prompts is None or env.sandbox_env is None or env.runs_own_loop or not messages:
         return line  # without a sandbox, `check_parts` has rendered the prompt

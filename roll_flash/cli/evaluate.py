@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
@@ -14,6 +15,9 @@ import typer
 
 from roll_flash.cli.options import Json, ModelName, Text, Trust, Words, argument, flag, option, show, split_words
 from roll_flash.terminal import outliving_readers
+
+STATUS_EVERY_S = 30.0
+"""Seconds between lines of progress where there is no terminal."""
 
 
 def evaluate(
@@ -64,11 +68,20 @@ def _evaluate(options: dict[str, Any], as_json: bool) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Show progress to a user on a terminal; standard output is reserved for the result."""
+    """Show progress on a terminal, and in a pipe or a log a line now and then; standard output is for the result."""
     from roll_flash.monitor.progress import Progress
 
+    said_s = time.monotonic()
+
+    def status(text: str) -> None:
+        nonlocal said_s
+        progress.status(text)
+        if not sys.stderr.isatty() and time.monotonic() - said_s > STATUS_EVERY_S:
+            said_s = time.monotonic()
+            progress.note(text)
+
     with redirect_stdout(sys.stderr), Progress(0, stream=sys.stderr) as progress:
-        yield progress.status
+        yield status
 
 
 def compare(

@@ -6,6 +6,7 @@ line on standard error; a traceback is shown only with `--debug`. Exit codes: 0,
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ from roll_flash.cli.options import Json, example, option, show
 from roll_flash.cli.run_folder import checkpoints, dash, diagnose, export, plot, replay, scale, status, verify
 from roll_flash.errors import ConfigError, RollFlashError
 from roll_flash.processes.terminal_logs import make_logs_printable
-from roll_flash.terminal import one_line, progress_bars_on_terminals_only, say
+from roll_flash.terminal import escape_what_cannot_be_encoded, one_line, progress_bars_on_terminals_only, say
 
 PROGRAM = "roll-flash"
 USAGE_ERROR, INTERRUPTED = 2, 130
@@ -33,6 +34,8 @@ NO_MEMORY = (
     "the memory of a node is full: Ray ended processes of this command; end other programs there, or make the run "
     "smaller (inference.servers, rollout.workers, learner.ranks; see docs/errors.md)"
 )
+OF_THE_MACHINE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG)
+"""Errors about files for which the user can do more than we: access, a disk that is full or read-only, a long name."""
 EVERY_KEY = "docs/config.md lists every key of a config; python -m roll_flash.config.reference prints it."
 COMPLETION = "_ROLL_FLASH_COMPLETE"
 """Variable set by the shell's completion script, which typer installs."""
@@ -88,8 +91,15 @@ def _begin(
     make_logs_printable()
     if os.path.expanduser("~") == "~":
         raise ConfigError("this user has no home folder: set HOME to one that you can write")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # `my_envs:Maze-v0` as an id finds my_envs.py in the working directory
+    if (here := _current_folder()) not in sys.path:
+        sys.path.insert(0, here)  # `my_envs:Maze-v0` as an id finds my_envs.py in the working directory
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder has been removed; go to another one with cd") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if COMPLETION in os.environ:
         app(prog_name=PROGRAM)
     progress_bars_on_terminals_only()
+    escape_what_cannot_be_encoded()
     given = list(sys.argv[1:] if argv is None else argv)
     words = [word for word in given if word != "--debug"]
     try:
@@ -135,6 +146,9 @@ def _explain(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
             message, code = _with_page(error), error.exit_code
         case _ if type(error).__module__ == "ray.exceptions" and type(error).__name__ == "OutOfMemoryError":
             message, code = NO_MEMORY, 1
+        case OSError() if error.filename and error.errno in OF_THE_MACHINE:
+            text = f"{error.filename}: {error.strerror}"
+            message, code = f"{text}; mend that, or name another place (--debug shows which part wanted it)", 1
         case _:
             text = f"internal error: {type(error).__name__}: {_shortened(str(error))}"
             message, code = f"{text}; run again with --debug for the traceback", 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
@@ -52,11 +53,11 @@ Provider = Annotated[str, option("NAME", "Of sandboxes: docker, local, a plug-in
 
 
 def split_words(words: Sequence[str] | None) -> tuple[str | None, tuple[str, ...]]:
-    """Split `CONFIG key=value ...`, in any order."""
-    files = [word for word in words or () if "=" not in word]
+    """Split `CONFIG key=value ...`, in any order. A file may have `=` in its name."""
+    files = [word for word in words or () if "=" not in word or os.path.isfile(word)]
     if len(files) > 1:
         raise ConfigError(f"{files[1]!r}: one CONFIG is enough; an override is written key=value")
-    return (files[0] if files else None), tuple(word for word in words or () if "=" in word)
+    return (files[0] if files else None), tuple(word for word in words or () if word not in files)
 
 
 def show(value: Any, text: str, *, as_json: bool) -> None:

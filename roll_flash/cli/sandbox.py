@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from roll_flash.cli.options import Json, Provider, Text, example, option, show
+from roll_flash.terminal import say
 
 if TYPE_CHECKING:
     from roll_flash.sandboxes import SandboxEntry
@@ -23,6 +25,7 @@ def ls(engine: Engines = None, as_json: Json = False) -> int:
     """List what runs, and whose it is."""
     from roll_flash.sandboxes import list_sandboxes
 
+    _say_if_no_engine_answers(engine)
     return _show_sandboxes(list_sandboxes(*engine or ()), "no sandboxes", as_json)
 
 
@@ -31,6 +34,7 @@ def reap(engine: Engines = None, as_json: Json = False) -> int:
     """Remove what dead runs have left behind."""
     from roll_flash.sandboxes import reap
 
+    _say_if_no_engine_answers(engine)
     return _show_sandboxes(reap(*engine or ()), "nothing to remove", as_json)
 
 
@@ -57,6 +61,22 @@ def check(
 
 def _check_text(check: CheckResult) -> str:
     return check.name.replace("_", " ") + ("" if check.ok else f": {check.detail}")
+
+
+def _say_if_no_engine_answers(chosen: Sequence[str] | None) -> None:
+    """Without `--engine` the rest is listed where no engine answers; but "no sandboxes" would not be true."""
+    from roll_flash.sandboxes import SandboxUnavailable
+    from roll_flash.sandboxes.docker.api import open_engine
+
+    async def ask() -> None:
+        async with open_engine():
+            pass
+
+    try:
+        if not chosen:
+            asyncio.run(ask())
+    except SandboxUnavailable as error:
+        say(f"containers were not looked for: {error}", error=True)
 
 
 def _show_sandboxes(found: Sequence[SandboxEntry], none: str, as_json: bool) -> int:

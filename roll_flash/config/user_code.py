@@ -6,11 +6,13 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import sysconfig
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
+from traceback import walk_tb
+from types import CodeType, ModuleType
 from typing import Any
 
 from roll_flash.errors import ConfigError
@@ -92,6 +94,18 @@ def import_module(name: str) -> ModuleType:
     except (Exception, SystemExit) as error:  # user code may raise anything
         spec = importlib.util.find_spec(name.partition(".")[0])
         raise ConfigError(_reason(error, name, spec.origin or "" if spec else "")) from error
+
+
+def described(error: BaseException) -> str:
+    """Return type and text of an error that code of a user raised, and the line there: `KeyError: 'x' (shop.py:12)`."""
+    lines = [frame for frame in walk_tb(error.__traceback__) if _is_users(frame[0].f_globals, frame[0].f_code)]
+    place = f" ({Path(lines[-1][0].f_code.co_filename).name}:{lines[-1][1]})" if lines else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _is_users(names: Mapping[str, Any], code: CodeType) -> bool:
+    is_ours = str(names.get("__name__")).partition(".")[0] == "roll_flash"
+    return not is_ours and not code.co_filename.startswith(("<", *map(sysconfig.get_path, ("stdlib", "purelib"))))
 
 
 def _reason(error: BaseException, shown: str, file: str) -> str:

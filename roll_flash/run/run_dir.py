@@ -273,8 +273,15 @@ def _all_damaged(newest: Checkpoint, damage: str) -> CheckpointError:
 
 
 def require_owned_by_user(folder: Path) -> None:
-    """Raises ConfigError for a folder of another user, who could read all of it and plant links for us to follow."""
-    if folder.exists() and (owner := folder.stat().st_uid) != os.geteuid():
+    """Raises ConfigError for a folder of another user, who could read all of it and plant links for us to follow, and
+    for a place without access."""
+    try:
+        owner = folder.stat().st_uid
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}; choose another") from None
+    if owner != os.geteuid():
         raise ConfigError(
             f"{folder}: belongs to the user with id {owner}, who could read and change all of it; make it your own "
             "with chown, or choose another"
@@ -359,7 +366,8 @@ def newest_whole(run_folder: Path) -> Checkpoint | None:
 
 @contextmanager
 def locked_run(folder: Path) -> Iterator[None]:
-    """Hold the folder of a run that does not run; it is made if it is not there. Raises ConfigError if it runs."""
+    """Hold the folder of a run or evaluation that does not run; it is made if it is not there. Raises ConfigError if it
+    runs."""
     require_owned_by_user(folder)
     folder.mkdir(PRIVATE, parents=True, exist_ok=True)
     with closing(_lock(folder, "wait until it has ended, or stop it with Ctrl-C")):

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from roll_flash.config.user_code import described
 from roll_flash.envs.hosting.environments import AsyncEnvironment, BadRewardError
 from roll_flash.envs.tools.tool_chat import declared_tools
 from roll_flash.errors import InferenceError, ModelError, described
@@ -306,10 +307,8 @@ async def _tokenise_messages(take: Callable[..., None], messages: Sequence[Messa
 
 @asynccontextmanager
 async def environment_errors(timeout_s: float, what: str) -> AsyncIterator[None]:
-    """Turn every exception of an environment into EpisodeFailed: environments are user code.
-
-    This includes errors that are no Exception: SystemExit would stop the worker and all its episodes.
-    """
+    """Turn every exception of an environment, which is user code, into EpisodeFailed, also one that is no Exception:
+    SystemExit would stop the worker and all its episodes."""
     scope = asyncio.timeout(timeout_s)
     try:
         async with scope:
