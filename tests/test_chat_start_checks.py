@@ -169,3 +169,17 @@ def test_a_row_that_ends_with_an_answer_is_no_prompt(rows: Path) -> None:
     rows.write_text(json.dumps({"messages": talk, "answer": "b"}) + "\n")
     with pytest.raises(RollFlashError, match=r"my\.jsonl, line 1: 'messages' end with.*warm_start\.demonstrations"):
         check(rows, "tiny")
+
+
+def test_a_first_prompt_that_takes_long_is_waited_for_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A start was silent for 20 s, in which an environment loaded its data."""
+    monkeypatch.setattr("roll_flash.envs.hosting.waiting.FIRST_SAID_S", 0.05)
+    monkeypatch.setattr("roll_flash.envs.hosting.first_prompts.RESET_S", 0.2)
+    lines = ["    async def reset(self, *, seed=None, options=None): await asyncio.sleep(60)"]
+    lines += ["    async def step(self, action): return '', 0.0, True, False, {}", ""]
+    (tmp_path / "slow.py").write_text("\n".join(["import asyncio, roll_flash", "class Slow(roll_flash.Env):", *lines]))
+    env = f"{tmp_path}/slow.py:Slow"
+    check_parts(load_config({"model": {"path": "tiny"}, "envs": [{"id": env}]}, ["inference.engine=transformers"]))
+    assert f"waiting for the first prompt of {env} (at most 0.2 s)" in capsys.readouterr().err

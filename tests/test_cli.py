@@ -381,7 +381,7 @@ def test_what_the_terminal_cannot_show_is_escaped() -> None:
         (PermissionError(13, "Permission denied", "/a/file"), 1, "roll-flash: /a/file: Permission denied; mend that"),
         (OSError(28, "No space left on device", "b"), 1, "roll-flash: b: No space left on device; mend that"),
         (OSError(22, "Invalid argument", "c"), 1, "internal error: OSError"),
-        (KeyboardInterrupt(), 130, "interrupted; no checkpoint was written yet"),
+        (KeyboardInterrupt(), 130, "interrupted; no checkpoint was written yet\n"),
     ],
 )
 def test_each_end_has_its_exit_code_and_line(

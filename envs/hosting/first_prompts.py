@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from roll_flash.chat.rendered_conversation import open_conversation
@@ -11,6 +12,7 @@ from roll_flash.chat.templates import Tools, chat_template_of
 from roll_flash.chat.tokenizer import load_checked_tokenizer
 from roll_flash.config.tree import DATASET_ENV, Config
 from roll_flash.envs.hosting.environments import EnvironmentMaker
+from roll_flash.envs.hosting.waiting import call_in_time
 from roll_flash.envs.tools.tool_chat import ToolChat, declared_tools
 from roll_flash.errors import ConfigError, ModelError
 from roll_flash.processes.background import DaemonThreads
@@ -107,12 +109,11 @@ class PromptCheck:
 
 
 def _prompt_of(task: Task) -> Prompt | None:
-    threads = DaemonThreads()  # code of users may hold up its thread for ever
+    work = partial(_reset, task, DaemonThreads())  # code of users may hold up its thread for ever
     try:
-        found: Prompt | None = threads.submit(lambda: asyncio.run(_reset(task, threads))).result(RESET_S)
-    except Exception:  # episodes count their failures, and one alone may be chance
+        return call_in_time(lambda: asyncio.run(work()), f"the first prompt of {task.env_id}", RESET_S)
+    except (Exception, SystemExit):  # episodes count their failures, and one alone may be chance
         return None
-    return found
 
 
 async def _reset(task: Task, threads: DaemonThreads) -> Prompt | None:

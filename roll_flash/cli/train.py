@@ -80,7 +80,7 @@ def _say_how_to_go_on(error: KeyboardInterrupt | RollFlashError, config: Config)
 
     folder, found = config.run_folder, list_checkpoints(config.run_folder)
     if isinstance(error, KeyboardInterrupt) and not found:
-        error.add_note(f"no checkpoint was written yet; the run folder is {folder}")
+        error.add_note("no checkpoint was written yet" + (f"; the run folder is {folder}" if folder.exists() else ""))
     elif found and not isinstance(error, ConfigError):
         step = found[-1].step
         error.add_note(f"a checkpoint of step {step} is in {folder}; go on with the same command and --resume")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 import sysconfig
 import threading
@@ -61,7 +62,7 @@ def load_module(place: str) -> ModuleType:
 def load_file(path: str) -> ModuleType:
     """Run a Python file as a module, once per process; its folder is importable from then on, as for a script."""
     file = Path(path).expanduser().resolve()
-    name = f"roll_flash_env_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}_{file.stem}"
+    name = f"roll_flash_env_{hashlib.sha256(os.fsencode(file)).hexdigest()[:12]}_{file.stem}"
     with _loading:
         return sys.modules[name] if name in sys.modules else _run(file, name, path)
 

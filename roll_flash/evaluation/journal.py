@@ -135,7 +135,8 @@ def _check_plan(path: Path, plan: dict[str, Any]) -> None:
         return
     for key, value in plan.items():
         if saved.get(key) != value:
-            name, old, new = _difference(key, saved.get(key), value)
+            name, *values = _difference(key, saved.get(key), value)
+            old, new = ("(the default)" if each is None else each for each in values)
             raise ConfigError(f"{path.parent}: holds an evaluation with {name} {old}, not {new}; choose another folder")
 
 
