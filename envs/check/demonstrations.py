@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,17 +32,22 @@ def write_demonstrations(
     """Play the seeds 0 to `seeds` - 1, which are never held out, and write the episodes that were solved as JSON lines,
     for `warm_start.demonstrations`. Return why others were left out, a line for each.
 
-    Raises ConfigError if the environment has no `oracle` or the file exists, RunError if nothing was solved or the file
-    cannot be written.
+    Raises ConfigError if the environment has no `oracle`, or the file exists or cannot be made, RunError if nothing was
+    solved or the file cannot be written.
     """
     if path.exists():
         raise ConfigError(f"{path} exists; name another file")
+    try:  # before the tasks are played, which may take long
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}; name another file") from None
     player = Player(env_id, kwargs, provider=provider, timeout_s=timeout_s, run=f"env-demonstrate-{os.getpid()}")
     lines, failures = asyncio.run(_play(player, env_id, seeds, note))
     if not lines:
         raise RunError(f"{env_id}: its oracle solved none of {seeds} tasks: {failures[0]}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(f"{line}\n" for line in lines))
     except OSError as error:
         raise RunError(f"{path}: {error.strerror}") from None

@@ -33,6 +33,8 @@ def test_without_an_oracle_and_into_a_file_that_exists_it_is_refused_in_one_line
     (tmp_path / "there.jsonl").touch()
     assert main([*FROZEN_LAKE, "-o", str(tmp_path / "there.jsonl")]) == 2
     assert "exists; name another file" in capsys.readouterr().err
+    assert main([*FROZEN_LAKE, "-o", "/proc/lake.jsonl"]) == 2
+    assert "/proc/lake.jsonl: cannot be written: No such file or directory; name another" in capsys.readouterr().err
     assert main(["envs", "demonstrate", "tests.counting:Counting-v0", "-o", str(tmp_path / "none.jsonl")]) == 2
     assert "has no oracle()" in capsys.readouterr().err
     assert not (tmp_path / "none.jsonl").exists()
