@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -428,6 +429,22 @@ def test_a_wrong_command_line_has_no_traceback_and_a_wrong_config_has_one_with_d
     assert "Traceback" not in capsys.readouterr().err
     assert main(["train", "nothing.yaml", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_server_whose_output_nobody_reads_any_more_can_be_stopped() -> None:
+    """As after `roll-flash serve-gateway | head -1`: what it said of the signal failed, and it went on for ever."""
+    words = ["serve-gateway", "--endpoint", "http://127.0.0.1:1/v1", "--model", "m", "--port", "0"]
+    command = [sys.executable, "-m", "roll_flash", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    assert b"Ctrl-C stops" in process.stdout.readline()
+    time.sleep(0.5)  # it says more, and nobody reads that either
+    process.stdout.close()
+    process.terminate()
+    try:
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from roll_flash.cli.options import Json, ModelName, Text, Words, argument, option, split_words
 from roll_flash.errors import ConfigError
-from roll_flash.terminal import say
+from roll_flash.terminal import outliving_readers, say
 
 if TYPE_CHECKING:
     from roll_flash.serving import GatewayRequest, RunningGateway
@@ -75,13 +76,20 @@ def _overrides(words: Words) -> tuple[str, ...]:
 
 
 def _serve(request: GatewayRequest, as_json: bool) -> int:
-    from roll_flash.serving import serve
-
     serving: list[RunningGateway] = []
 
     def announce(found: RunningGateway) -> None:
         serving.append(found)
         _announce(found, as_json, request.api_key_env is None)
+
+    with outliving_readers():
+        return _serve_until_stopped(request, announce, serving)
+
+
+def _serve_until_stopped(
+    request: GatewayRequest, announce: Callable[[RunningGateway], None], serving: list[RunningGateway]
+) -> int:
+    from roll_flash.serving import serve
 
     try:
         asyncio.run(serve(request, announce, _note))

@@ -175,11 +175,11 @@ class Interrupts:
         self._count += 1
         name = "Ctrl-C" if number == signal.SIGINT else number.name
         more = "usually 5-40 s; once more cuts it short" if self._count == 1 else "not waiting for what is under way"
-        self._say(f"stopping ({name}): {more}")
         if self._stop_requested is not None:
             self._stop_requested.set()
         else:
             self._task.cancel()
+        self._say(f"stopping ({name}): {more}")  # last: it fails if nobody reads it any more
 
 
 async def _first(task: asyncio.Future[Any], *events: asyncio.Event) -> bool:
