@@ -241,7 +241,7 @@ OURS = [
         "",
         "recipe_reasoning",
         _recipe,
-        "SmolLM2-135M, one seed, 25 steps, 128 held-out tasks",
+        "SmolLM2-135M, three seeds, 25 steps, 128 held-out tasks, beside other work",
     ),
     Claim(
         "two servers against one",

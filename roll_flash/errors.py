@@ -15,7 +15,7 @@ MAX_DESCRIBED = 10_000
 """Characters of a foreign error that are kept: it may quote megabytes."""
 
 
-def described(error: BaseException) -> str:
+def type_and_text(error: BaseException) -> str:
     """Return type and text of an error of a user's code, whose text may be long, or raise an error itself."""
     try:
         text = str(error)

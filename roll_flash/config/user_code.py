@@ -16,7 +16,7 @@ from traceback import walk_tb
 from types import CodeType, ModuleType
 from typing import Any
 
-from roll_flash.errors import ConfigError
+from roll_flash.errors import ConfigError, type_and_text
 
 _loading = threading.RLock()
 """Many threads make environments, and a module is in `sys.modules` before it is complete."""
@@ -101,7 +101,7 @@ def described(error: BaseException) -> str:
     """Return type and text of an error that code of a user raised, and the line there: `KeyError: 'x' (shop.py:12)`."""
     lines = [frame for frame in walk_tb(error.__traceback__) if _is_users(frame[0].f_globals, frame[0].f_code)]
     place = f" ({Path(lines[-1][0].f_code.co_filename).name}:{lines[-1][1]})" if lines else ""
-    return f"{type(error).__name__}: {error}{place}"
+    return f"{type_and_text(error)}{place}"
 
 
 def _is_users(names: Mapping[str, Any], code: CodeType) -> bool:

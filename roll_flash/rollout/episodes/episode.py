@@ -18,7 +18,7 @@ from typing import Any
 from roll_flash.config.user_code import described
 from roll_flash.envs.hosting.environments import AsyncEnvironment, BadRewardError
 from roll_flash.envs.tools.tool_chat import declared_tools
-from roll_flash.errors import InferenceError, ModelError, described
+from roll_flash.errors import InferenceError, ModelError
 from roll_flash.processes.background import ends_this_task
 from roll_flash.processes.deadlines import SteadyClock
 from roll_flash.rollout.episodes.conversation import Action, ContextFullError, Policy
