@@ -100,7 +100,10 @@ def read_build_folder(folder: Path) -> tuple[str, bytes]:
                         "need out of the folder"
                     )
                 _add(archive, name, 0o755 if status.st_mode & 0o100 else 0o644, path.read_bytes())
-    return (folder / DOCKERFILE).read_text(encoding="utf-8"), packed.getvalue()
+    try:
+        return (folder / DOCKERFILE).read_text(encoding="utf-8"), packed.getvalue()
+    except UnicodeDecodeError as error:
+        raise SandboxSpecError(f"{folder / DOCKERFILE}: is no UTF-8 text ({error.reason})") from None
 
 
 def build_archive(dockerfile: str, context: bytes) -> bytes:

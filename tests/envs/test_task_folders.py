@@ -397,6 +397,11 @@ def test_a_task_of_terminal_bench_is_solved_when_all_its_tests_pass(tmp_path: Pa
         ({"task.toml": "", "instruction.md": "x"}, "tests/test.sh is missing"),
         ({"task.toml": "", "instruction.md": "x", "tests/test.sh": ""}, "neither environment/Dockerfile nor"),
         ({"task.toml": '[agent]\ntimeout_sec = "soon"', "instruction.md": "x"}, "agent.timeout_sec: .*number"),
+        ({"task.toml": "[verifier]\ntimeout_sec = inf", "instruction.md": "x"}, "verifier.timeout_sec: .*604800"),
+        (
+            {"task.yaml": "instruction: x\nmax_test_timeout_sec: 1e9", "run-tests.sh": ""},
+            "max_test_timeout_sec: .*604800",
+        ),
         ({"task.toml": '[[steps]]\nname = "one"', "instruction.md": "x"}, "steps: .*at most 0"),
         ({"task.yaml": "instruction: [", "run-tests.sh": ""}, "not valid YAML"),
         ({"task.yaml": "parser_name: pytest", "run-tests.sh": ""}, "instruction: Field required"),

@@ -244,6 +244,12 @@ def test_a_dockerignore_costs_little_and_is_no_file_of_this_machine(tmp_path: Pa
         read_build_folder(tmp_path)
 
 
+def test_a_dockerfile_that_is_no_text_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_bytes(b"FROM \xff")
+    with pytest.raises(SandboxSpecError, match=r"Dockerfile: is no UTF-8 text"):
+        read_build_folder(tmp_path)
+
+
 def test_a_later_file_of_the_same_name_wins() -> None:
     assert read(tar(("x", LINK, "y"), ("y", FILE, b"1"), ("x", FILE, b"2"))) == {"x": b"2", "y": b"1"}
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
@@ -39,6 +39,8 @@ DEPTH = 4
 MAX_NAMED = 5
 """Most folders in a message."""
 HOME = "/root"
+Seconds = Annotated[float, pydantic.Field(gt=0, le=7 * 86400)]
+"""No command in a sandbox may take longer than a week."""
 SCRATCH = "/roll-flash"
 """Path of the sandbox's own writable folder; the image's folders stay as built."""
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([MG])i?B?", re.IGNORECASE)
@@ -171,11 +173,11 @@ class _Section(pydantic.BaseModel):
 
 class _Harbor(pydantic.BaseModel):
     class Verifier(_Section):
-        timeout_sec: pydantic.PositiveFloat = 600.0
+        timeout_sec: Seconds = 600.0
         environment_mode: Literal["shared"] = "shared"
 
     class Agent(_Section):
-        timeout_sec: pydantic.PositiveFloat = 600.0
+        timeout_sec: Seconds = 600.0
 
     class Environment(_Section):
         docker_image: str | None = None
@@ -231,8 +233,8 @@ def _read_harbor(folder: Path, options: FolderOptions) -> FolderTask:
 class _TerminalBench(pydantic.BaseModel):
     instruction: str
     parser_name: Literal["pytest"] = "pytest"
-    max_agent_timeout_sec: pydantic.PositiveFloat = 360.0
-    max_test_timeout_sec: pydantic.PositiveFloat = 180.0
+    max_agent_timeout_sec: Seconds = 360.0
+    max_test_timeout_sec: Seconds = 180.0
     run_tests_in_same_shell: Literal[False] = False
 
 
