@@ -116,6 +116,7 @@ class SandboxPool:
         asked = time.monotonic()
         warm.note_arrival(asked)
         sandbox = await self._acquire(warm)
+        warm.out += 1
         self._leased.add(sandbox)
         began = time.monotonic()
         self._stats.leases += 1
@@ -127,7 +128,7 @@ class SandboxPool:
             timer.cancel()
             self._leased.discard(sandbox)
             self._stats.lease_s.add(time.monotonic() - began)
-            self._in_background(self._give_back(warm.spec, sandbox))
+            self._in_background(self._give_back(warm, sandbox))
 
     def stats(self) -> PoolStats:
         """Return counts since the creation of the pool, and its current state."""
@@ -193,7 +194,7 @@ class SandboxPool:
 
     def _warm_for(self, spec: SandboxSpec) -> WarmSandboxes:
         if spec not in self._warm:
-            self._warm[spec] = WarmSandboxes(spec)
+            self._warm[spec] = WarmSandboxes(spec, reuses=self._reuse)
         return self._warm[spec]
 
     async def _acquire(self, warm: WarmSandboxes) -> Sandbox:
@@ -275,18 +276,19 @@ class SandboxPool:
         _log.warning("sandbox %s was leased for more than %g s and is closed", sandbox.name, limit_s)
         self._in_background(self._end(sandbox, "lease"))
 
-    async def _give_back(self, spec: SandboxSpec, sandbox: Sandbox) -> None:
+    async def _give_back(self, warm: WarmSandboxes, sandbox: Sandbox) -> None:
         is_new = False
         try:
             await self._note_usage(sandbox)
             is_new = self._reuse and not self._closed and sandbox.alive and await self._reset(sandbox)
         finally:  # close the sandbox after any error
             if is_new:
-                self._put(self._warm_for(spec), sandbox)
+                warm.out -= 1
+                self._put(warm, sandbox)
             else:
                 await self._end(sandbox)
-                if spec in self._warm:
-                    self._refill(self._warm[spec])
+                warm.out -= 1
+                self._refill(warm)
 
     async def _reset(self, sandbox: Sandbox) -> bool:
         try:

@@ -16,22 +16,34 @@ GROWTH = 4
 """Maximum target of a spec as a multiple of the pool's size, reached only under high demand."""
 WINDOW_S = 10.0
 """Seconds over which lease requests are counted; without one in this time the target is the floor."""
+KEEP_S = 600.0
+"""With reuse and a floor, as many sandboxes are kept as were in use at once within this time at least: episodes come in
+waves, since those of a step may have to wait for the weights of the last one."""
 
 
 class WarmSandboxes:
-    def __init__(self, spec: SandboxSpec) -> None:
+    def __init__(self, spec: SandboxSpec, *, reuses: bool = False) -> None:
+        """`reuses`: what is leased comes back."""
         self.spec = spec
+        self._reuses = reuses
         self.ready: deque[Sandbox] = deque()
         self.waiting: deque[asyncio.Future[Sandbox]] = deque()
         self.starting = 0
+        self.out = 0
+        """Leased, or being reset or closed afterwards."""
         self.failures_in_a_row = 0
         self.floor = 0
         self._arrivals: deque[float] = deque()
         self._start_s = 0.5
+        self._most_out = 0
+        self._most_until = 0.0
 
     def note_arrival(self, now: float) -> None:
         self._arrivals.append(now)
         self._forget(now)
+        wanted = self.out + len(self.waiting) + 1
+        if wanted >= self._most_out or now > self._most_until:
+            self._most_out, self._most_until = wanted, now + KEEP_S
 
     def _forget(self, now: float) -> None:
         while self._arrivals and self._arrivals[0] < now - WINDOW_S:
@@ -48,19 +60,33 @@ class WarmSandboxes:
         demand = math.ceil(SAFETY * self._start_s * len(self._arrivals) / WINDOW_S)
         return max(self.floor, min(demand, GROWTH * size))
 
+    @property
+    def _keeps(self) -> bool:
+        """True if what is leased comes back and is wanted again. A spec without a floor, such as a snapshot, may be
+        wanted once only."""
+        return self._reuses and self.floor > 0
+
     def missing(self, size: int) -> int:
         """Number of sandboxes to start now. A spec that keeps failing is started only for waiting leases."""
-        return max(0, self.target(size) + len(self.waiting) - len(self.ready) - self.starting)
+        wanted = self.target(size)
+        if self._keeps:
+            wanted = max(0, min(wanted, self.floor) - self.out)
+        return max(0, wanted + len(self.waiting) - len(self.ready) - self.starting)
 
     def surplus(self, size: int, now: float) -> list[Sandbox]:
-        """Remove and return the ready sandboxes above the target."""
+        """Remove and return the ready sandboxes above the target, or above as many as were in use at once."""
         self._forget(now)
-        return [self.ready.popleft() for _ in range(len(self.ready) - self.target(size))]
+        kept = self.target(size)
+        if self._keeps:
+            if now > self._most_until:
+                self._most_out, self._most_until = self.out, now + KEEP_S
+            kept = max(kept, self._most_out - self.out)
+        return [self.ready.popleft() for _ in range(len(self.ready) - kept)]
 
     @property
     def idle(self) -> bool:
-        """True if there is no floor, no sandbox ready or starting, no waiting lease and no recent request."""
-        return not (self.floor or self.ready or self.waiting or self.starting or self._arrivals)
+        """True if there is no floor, no sandbox ready, starting or out, no waiting lease and no recent request."""
+        return not (self.floor or self.ready or self.waiting or self.starting or self.out or self._arrivals)
 
     def request(self) -> asyncio.Future[Sandbox]:
         future: asyncio.Future[Sandbox] = asyncio.get_running_loop().create_future()

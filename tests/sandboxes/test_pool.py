@@ -10,7 +10,7 @@ from asyncio.base_subprocess import BaseSubprocessTransport
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from abuse import attack_program
@@ -35,7 +35,7 @@ from roll_flash.sandboxes.client import agent_sandbox, reset
 from roll_flash.sandboxes.local.cgroup import Cgroup, can_limit, make_cgroup
 from roll_flash.sandboxes.owner import Owner
 from roll_flash.sandboxes.pool import sandbox_pool
-from roll_flash.sandboxes.pool.warm import WarmSandboxes
+from roll_flash.sandboxes.pool.warm import KEEP_S, WarmSandboxes
 from roll_flash.sandboxes.protocol import Provider
 from roll_flash.sandboxes.providers import connect_provider
 
@@ -337,6 +337,49 @@ def test_more_sandboxes_are_kept_warm_with_more_demand_and_none_without_any() ->
     assert warm.target(8) == 0
     warm.floor = 3
     assert warm.missing(8) == 3
+
+
+def test_with_reuse_the_sandboxes_of_a_wave_are_kept_for_the_next_one() -> None:
+    """Waves of a step came every 20 s, and each found the sandboxes of the last one closed."""
+
+    async def waves() -> None:
+        warm, sandbox = WarmSandboxes(SandboxSpec(), reuses=True), cast(Sandbox, object())
+        warm.floor = 8
+        assert warm.missing(8) == 8
+        for _ in range(8):
+            warm.add(sandbox)
+        for wave in range(3):
+            for _ in range(64):
+                warm.note_arrival(100.0 + 60 * wave)
+                if warm.ready:
+                    warm.ready.popleft()
+                else:
+                    warm.request()
+                    assert warm.missing(8) == len(warm.waiting)
+                warm.out += 1
+            assert len(warm.waiting) == (0 if wave else 56)
+            while warm.waiting:
+                warm.add(sandbox)
+            assert warm.missing(8) == 0
+            for _ in range(64):
+                warm.out -= 1
+                warm.add(sandbox)
+            assert warm.surplus(8, now=130.0 + 60 * wave) == []
+        assert len(warm.surplus(8, now=220.0 + KEEP_S + 1)) == 56
+
+    asyncio.run(waves())
+
+
+def test_a_spec_that_nobody_started_is_not_kept_with_reuse() -> None:
+    """Each snapshot is one."""
+    warm = WarmSandboxes(SandboxSpec(), reuses=True)
+    warm.note_arrival(100.0)
+    warm.out += 1
+    assert not warm.idle
+    warm.out -= 1
+    warm.add(cast(Sandbox, object()))
+    assert len(warm.surplus(8, now=111.0)) == 1
+    assert warm.idle
 
 
 @given(st.lists(st.floats(1e-5, 1e4), min_size=1, max_size=200), st.floats(0, 1))
