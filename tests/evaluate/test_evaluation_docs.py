@@ -38,7 +38,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.ray
 def test_the_first_evaluation_leaves_what_the_page_lists(done: Path) -> None:
     listed = re.findall(r"^\| `([\w.]+)/?` \|", PAGE.partition("## What comes out")[2], re.MULTILINE)
-    assert listed == ["report.html", "results.json", "episodes.jsonl", "transcripts"]
+    assert listed == ["report.html", "results.json", "episodes.jsonl", "transcripts", "plan.json"]
     for name in listed:
         assert (done / "first" / name).exists()
     results = json.loads((done / "first" / "results.json").read_text())
