@@ -213,7 +213,7 @@ PAPERS = {
     ],
 }
 OURS = [
-    Claim("the quickstart learns on two cores", "", "quickstart", _learned, "SmolLM2-135M, five seeds"),
+    Claim("the quickstart learns on two cores", "", "quickstart", _learned, "SmolLM2-135M, three seeds"),
     Claim("a jsonl of one's own, by YAML alone", "", "own_data", _learned, "SmolLM2-135M, three seeds"),
     Claim(
         "critic, distillation, ratios per turn, M2PO, tis_topr, and the default with old data learn the quickstart",
