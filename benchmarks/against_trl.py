@@ -174,8 +174,8 @@ def as_markdown(result: Mapping[str, Any]) -> str:
         lines += [
             "",
             f"Seed {row['seed']}: TRL takes {ratio(row, 'seconds'):.2f} times as long, {ratio(row, 'training_s'):.2f} "
-            f"times without start and end, and {ratio(row, 'cpu_s'):.2f} times the processor time; success with "
-            f"roll_flash is {paired['value']:+.2f} [{paired['low']:+.2f}, {paired['high']:+.2f}] higher.",
+            f"times without start and end, and {ratio(row, 'cpu_s'):.2f} times the processor time. Success with "
+            f"roll_flash minus that with TRL: {paired['value']:+.2f} [{paired['low']:+.2f}, {paired['high']:+.2f}].",
         ]
     return "\n".join(lines) + "\n"
 

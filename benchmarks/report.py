@@ -104,6 +104,13 @@ def _weights(found: Any) -> str:
     return f"{median(both / alone for alone, both in zip(one, two, strict=True)):.2f}x the time of one"
 
 
+def _against_trl(found: Any) -> str:
+    rows = found["rows"]
+    times = ", ".join(f"{row['trl']['seconds'] / row['roll_flash']['seconds']:.2f}x" for row in rows)
+    scores = ", ".join(f"{row['roll_flash']['success']:.2f} against {row['trl']['success']:.2f}" for row in rows)
+    return f"{times} less time for the whole command; held out {scores}"
+
+
 def _trl(found: Any) -> str:
     rows = [row for name, row in found["benchmarks/all.py"].items() if name.startswith("replicas_")]
     return ", ".join(f"{row['cpu_speedup_against_trl']:.2f}x" for row in rows) + " less"
@@ -290,6 +297,13 @@ OURS = [
         "evaluate",
         lambda found: f"{found['ratios']['512']['rollouts_per_s_ratio']:.0f}x as many a second",
         "token servers are mocks",
+    ),
+    Claim(
+        "the same training with TRL's GRPO, end to end",
+        "",
+        "against_trl",
+        _against_trl,
+        "SmolLM2-135M, a jsonl, equal samples; TRL generates with transformers",
     ),
     Claim(
         "the learner against TRL's GRPO, processor time",

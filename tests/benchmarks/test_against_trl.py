@@ -50,4 +50,4 @@ def test_the_page_says_how_many_times_as_long_trl_takes(against_trl: ModuleType)
     page = against_trl.as_markdown({"command": "c", "machine": "m", "load": 0.5, "rows": [row]})
     assert "| 1 | trl | 5.0 | 2.5 | 5.0 | 2.0 | 0.10 → 0.85 |" in page
     assert "TRL takes 2.50 times as long, 2.50 times without start and end" in page
-    assert "+0.05 [-0.01, +0.11] higher" in page
+    assert "minus that with TRL: +0.05 [-0.01, +0.11]." in page
