@@ -2,8 +2,8 @@
 
     python benchmarks/against_trl.py [--seeds 0 1 2] [--steps 20] [--trl-environment FOLDER] [--quick] [--json]
 
-`roll-flash train` (vLLM, asynchronous, defaults) and TRL's GRPO trainer (generation by transformers, as vLLM needs a
-GPU there) train SmolLM2-135M in float32 on the rows of benchmarks/own_data.py; which of the two comes first alternates.
+`roll-flash train` (vLLM, asynchronous, defaults) and TRL's GRPO trainer (generation by transformers, its default)
+train SmolLM2-135M in float32 on the rows of benchmarks/own_data.py; which of the two comes first alternates.
 Rewards, groups, learning rate, betas and the limits of lengths are the same; TRL may use all cores. A command's time
 has its start and end, with the model saved; memory is the peak of all its processes, without files. Both models answer
 the same 100 other questions 4 times, at temperature 1; differences are paired by question, with 95 % intervals. TRL's
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from long_run import memory_mib
 from machine import machine
 from own_data import CONFIG, write_rows
 from trl_peer import VERSION, install
@@ -79,19 +80,18 @@ def measured(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> tuple[str,
 
 def look(pid: int, cpu_s: dict[tuple[int, float], float]) -> float:
     """Return the MiB of memory of a process and its descendants; note the processor time of each."""
-    kib = 0
+    memory = 0.0
     try:
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     except psutil.Error:  # it has just ended
         return 0.0
     for each in family:
         try:
-            lines = Path(f"/proc/{each.pid}/smaps_rollup").read_text().splitlines()
-            kib += sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+            memory += memory_mib(each.pid)
             cpu_s[each.pid, each.create_time()] = sum(each.cpu_times()[:2])
         except (psutil.Error, OSError):
             continue
-    return kib / 1024
+    return memory
 
 
 def train(config: Path, words: Sequence[str], folder: Path) -> dict[str, Any]:

@@ -71,22 +71,24 @@ def part_of(command: str) -> str:
     return next((part for part, text in PARTS.items() if text in command), "others")
 
 
+def memory_mib(pid: int) -> float:
+    """Return the memory of a process that is of no file, each page shared out over its processes. Raises OSError."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))) / 1024
+
+
 def look(process: psutil.Process) -> dict[str, float]:
     """Return what the processes of a run have now. Memory is that of no file, each page shared out over its processes:
     pages of libraries count for less while processes outside of the run have them too."""
     found: dict[str, float] = defaultdict(float)
     for each in [process, *process.children(recursive=True)]:
         try:
-            memory = sum(
-                int(line.split()[1])
-                for line in Path(f"/proc/{each.pid}/smaps_rollup").read_text().splitlines()
-                if line.startswith(("Pss_Anon:", "Pss_Shmem:"))
-            )
+            memory = memory_mib(each.pid)
             command, descriptors, threads = " ".join(each.cmdline()), each.num_fds(), each.num_threads()
         except (psutil.Error, OSError):  # it has just ended
             continue
-        found[f"memory of {part_of(command)}, MiB"] += memory / 1024
-        found["memory of all, MiB"] += memory / 1024
+        found[f"memory of {part_of(command)}, MiB"] += memory
+        found["memory of all, MiB"] += memory
         found["file descriptors"] += descriptors
         found["threads"] += threads
         found[f"threads of {part_of(command)}"] += threads
