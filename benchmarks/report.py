@@ -299,6 +299,13 @@ OURS = [
         "token servers are mocks",
     ),
     Claim(
+        "all parts of scheduling and streaming against none of them",
+        "",
+        "ablation_waits",
+        lambda found: _range(found["figures"]["all"]),
+        "real run of the tiny model, environments that wait; the table has what each part earns alone, and removed",
+    ),
+    Claim(
         "the same training with TRL's GRPO, end to end",
         "",
         "against_trl",
