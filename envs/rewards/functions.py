@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, overload
 
 import numpy as np
 
@@ -43,21 +43,34 @@ class Score:
     """False if a reward with a positive weight gave less than 1, whatever the others gave."""
 
 
+@overload
+def reward(function: Function, /) -> Function: ...
+
+
+@overload
+def reward(*, weight: float = ..., when: When = ..., timeout_s: float = ...) -> Callable[[Function], Function]: ...
+
+
 def reward(
-    *, weight: float = 1.0, when: When = "final", timeout_s: float = REWARD_TIMEOUT_S
-) -> Callable[[Function], Function]:
-    """Make a function a reward: it returns a finite number or a bool, which is multiplied by `weight`.
+    function: Any = None, /, *, weight: float = 1.0, when: When = "final", timeout_s: float = REWARD_TIMEOUT_S
+) -> Any:
+    """Make a function a reward, `@reward()` or `@reward`: it returns a finite number or a bool, which is multiplied by
+    `weight`.
 
     `when="turn"` runs after every turn, `"final"` once at the end. With weight 0 the value is only logged.
     """
     if not math.isfinite(weight):
         raise ValueError(f"weight={weight}: must be a finite number")
+    if when not in get_args(When):  # else it would never be called
+        raise ValueError(f"when={when!r}: must be one of {', '.join(get_args(When))}")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s}: must be more than 0")
 
-    def mark(function: Function) -> Function:
+    def mark(function: Any) -> Any:
         setattr(function, _MARK, RewardOptions(weight, when, timeout_s))
         return function
 
-    return mark
+    return mark if function is None else mark(function)
 
 
 class Rubric:
@@ -71,13 +84,7 @@ class Rubric:
     @classmethod
     def of(cls, env_type: type[Any]) -> Rubric:
         """Collect the decorated methods of a class, base classes first, and the functions in its `rewards`."""
-        methods = {
-            name: getattr(env_type, name)
-            for base in reversed(env_type.__mro__)
-            for name in vars(base)
-            if _options_of(getattr(env_type, name, None)) is not None
-        }
-        return cls([*methods.values(), *getattr(env_type, "rewards", ())])
+        return cls([*reward_methods(env_type).values(), *getattr(env_type, "rewards", ())])
 
     @property
     def full_reward(self) -> float:
@@ -100,6 +107,16 @@ class Rubric:
                 total += options.weight * value
                 is_full &= options.weight <= 0 or value >= 1 - TOLERANCE
         return Score(total, values, is_full)
+
+
+def reward_methods(env_type: type[Any]) -> dict[str, Callable[..., Any]]:
+    """Return the decorated methods of a class by their names, those of base classes first."""
+    return {
+        name: getattr(env_type, name)
+        for base in reversed(env_type.__mro__)
+        for name in vars(base)
+        if _options_of(getattr(env_type, name, None)) is not None
+    }
 
 
 def _options_of(function: Any) -> RewardOptions | None:

@@ -13,7 +13,7 @@ import typing
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import docstring_parser
 import pydantic
@@ -53,19 +53,37 @@ class ToolOptions:
     name: str | None = None
 
 
+@overload
+def tool(function: Function, /) -> Function: ...
+
+
+@overload
 def tool(
-    *, timeout_s: float = TOOL_TIMEOUT_S, max_characters: int = TOOL_OUTPUT_CHARACTERS, name: str | None = None
-) -> Callable[[Function], Function]:
-    """Make a method of a `ToolEnv`, or a function, a tool: `@tool()`. Sync (runs in a thread) or async.
+    *, timeout_s: float = ..., max_characters: int = ..., name: str | None = ...
+) -> Callable[[Function], Function]: ...
+
+
+def tool(
+    function: Any = None,
+    /,
+    *,
+    timeout_s: float = TOOL_TIMEOUT_S,
+    max_characters: int = TOOL_OUTPUT_CHARACTERS,
+    name: str | None = None,
+) -> Any:
+    """Make a method of a `ToolEnv`, or a function, a tool: `@tool()` or `@tool`. Sync (runs in a thread) or async.
 
     A call may take `timeout_s` seconds; the model sees at most `max_characters` of its result, head and tail.
     """
+    if not timeout_s > 0 or max_characters < 1:
+        raise ValueError("@tool: timeout_s must be more than 0, and max_characters at least 1")
 
-    def mark(function: Function) -> Function:
-        setattr(function, _MARK, ToolOptions(timeout_s, max_characters, name))
+    def mark(function: Any) -> Any:
+        method = getattr(function, "__func__", function)  # of a staticmethod or classmethod
+        setattr(method, _MARK, ToolOptions(timeout_s, max_characters, name))
         return function
 
-    return mark
+    return mark if function is None else mark(function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +157,8 @@ def make_tool(function: Callable[..., Any], *, takes_env: bool = False) -> Tool:
     """Make a tool of a function. Raises ToolDefinitionError for one without types, docstring or plain parameters."""
     options = options_of(function) or ToolOptions()
     name = options.name or function.__name__
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ToolDefinitionError(f"tool {name}: it yields; return its whole result, as the model sees it at once")
     documentation = docstring_parser.parse(inspect.getdoc(function) or "")
     if not documentation.short_description:
         raise ToolDefinitionError(f"tool {name}: it has no docstring; the model reads it to know what the tool does")

@@ -14,15 +14,17 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from roll_flash.chat.model_text import cut_middle, last_answer
-from roll_flash.envs.base import Env, Observation, SandboxEnv, StepResult
+from roll_flash.config.fields import require_lists
+from roll_flash.envs.base import Env, Observation, SandboxEnv, StepResult, TextSpace
 from roll_flash.envs.rewards.functions import TOLERANCE, Rubric
-from roll_flash.envs.tools.calls import RESERVED_NAMES, BadCall, ToolCall, parse_tool_calls
-from roll_flash.envs.tools.functions import Tool, ToolDefinitionError, ToolError, WrongArguments, make_tool, options_of
+from roll_flash.envs.tools.calls import BadCall, ToolCall, parse_tool_calls
+from roll_flash.envs.tools.definitions import refuse_functions_of_an_instance, rubric_of, tools_of
+from roll_flash.envs.tools.functions import Tool, ToolError, WrongArguments
 from roll_flash.envs.tools.mcp.servers import McpServers
 from roll_flash.envs.tools.prompt import (
     ToolFormat,
@@ -34,7 +36,7 @@ from roll_flash.envs.tools.prompt import (
 )
 from roll_flash.envs.tools.results import limit_prints, render_result
 from roll_flash.errors import ConfigError, EnvError
-from roll_flash.processes.background import call_in_thread, ends_this_task
+from roll_flash.processes.background import call_in_thread, call_sync_or_async, ends_this_task
 from roll_flash.sandboxes.errors import SandboxBusy, SandboxDied, SandboxError, SandboxFileError
 from roll_flash.types import Message
 
@@ -43,6 +45,8 @@ logger = logging.getLogger("roll_flash.envs")
 ERROR_CHARACTERS = 600
 MAX_TOOLS_SHARE_OF_STEP = 0.9
 """Maximum share of the step timeout for the tool calls of one turn, if a tool has a long timeout."""
+
+_PROMPTS = TextSpace()
 
 OUT_OF_MEMORY = "oom"
 """The only reason for a sandbox's death that is caused by the code running in it."""
@@ -132,9 +136,10 @@ class ToolEnv(Env):
             self.mcp_servers = mcp_servers
         if mcp_allow is not None:
             self.mcp_allow = mcp_allow
+        require_lists(type(self).__name__, mcp_allow=self.mcp_allow)
         if self._servers.are_outside:
             self.nondeterministic = True  # a repeated call could have its effect twice
-        _ = self._tools  # raises for wrong definitions
+        _ = self._tools, rubric_of(type(self))  # type: ignore[arg-type]  # raise for wrong definitions
 
     async def begin(self, seed: int) -> Observation:
         """Set up the task of this seed and return the prompt. The same seed gives the same task."""
@@ -176,10 +181,13 @@ class ToolEnv(Env):
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[list[Message], dict[str, Any]]:
+        refuse_functions_of_an_instance(self)
         await self._servers.close()
         self._episode = _Episode()
         self.success, self.final_answer, self.last_calls = None, None, ()
-        task = await self.begin(random.randrange(1 << 30) if seed is None else seed)
+        task = await call_sync_or_async(self.begin, random.randrange(1 << 30) if seed is None else seed)
+        if not _PROMPTS.contains(task):
+            raise EnvError(f"begin returned {type(task).__name__}, not the prompt: a str or a list of chat messages")
         limit_s = MAX_TOOLS_SHARE_OF_STEP * self.step_timeout_s
         await self._servers.open(getattr(self, "sandbox", None), self._own_tools, limit_s)
         messages: list[Message] = [{"role": "user", "content": task}] if isinstance(task, str) else list(task)
@@ -225,7 +233,8 @@ class ToolEnv(Env):
     async def _take_answer(self, action: str) -> Observation | None:
         self.last_calls = ()
         self.final_answer = last_answer(action)
-        return await self.answered(self.final_answer)
+        answer: Observation | None = await call_sync_or_async(self.answered, self.final_answer)
+        return answer
 
     async def _run_call(self, call: ToolCall | BadCall) -> CallOutcome:
         use = self._episode.use.setdefault(call.name, ToolUse())
@@ -260,7 +269,9 @@ class ToolEnv(Env):
             async with scope:
                 if inspect.iscoroutinefunction(tool.function):
                     return render_result(await function(), tool.options.max_characters)
-                return await call_in_thread(lambda: render_result(function(), tool.options.max_characters))
+                shown = await call_in_thread(lambda: _rendered(function(), tool.options.max_characters))
+                # A decorator around an async tool makes it a plain function that returns what is to be awaited.
+                return shown if isinstance(shown, str) else render_result(await shown, tool.options.max_characters)
         except TimeoutError as error:
             if scope.expired():
                 raise _ToolFailed(
@@ -286,7 +297,7 @@ class ToolEnv(Env):
 
     @property
     def _own_tools(self) -> Mapping[str, Tool]:
-        return _tools_of(type(self))  # type: ignore[arg-type]  # mypy takes a class for unhashable
+        return tools_of(type(self))  # type: ignore[arg-type]  # mypy takes a class for unhashable
 
     @functools.cached_property
     def _servers(self) -> McpServers:
@@ -295,7 +306,7 @@ class ToolEnv(Env):
 
     @property
     def _rubric(self) -> Rubric:
-        return _rubric_of(type(self))  # type: ignore[arg-type]  # the same
+        return rubric_of(type(self))  # type: ignore[arg-type]  # the same
 
     def _with_system(self, messages: list[Message]) -> list[Message]:
         own = messages[:1] if messages and messages[0]["role"] == "system" else []
@@ -332,26 +343,11 @@ class SandboxToolEnv(ToolEnv, SandboxEnv):
             return 0.0, {**self._tool_info(), "rewards": {}, "success": False, **why}
 
 
+def _rendered(found: Any, max_characters: int) -> str | Awaitable[Any]:
+    return found if inspect.isawaitable(found) else render_result(found, max_characters)
+
+
 class _ToolFailed(Exception):
     def __init__(self, message: str, *, timed_out: bool = False) -> None:
         super().__init__(message)
         self.timed_out = timed_out
-
-
-@functools.cache
-def _rubric_of(env_type: type[Any]) -> Rubric:
-    return Rubric.of(env_type)
-
-
-@functools.cache
-def _tools_of(env_type: type[Any]) -> Mapping[str, Tool]:
-    """Return methods in source order, those of base classes first, then the functions in `tools`."""
-    names = dict.fromkeys(name for base in reversed(env_type.__mro__) for name in vars(base))
-    methods = [method for name in names if options_of(method := getattr(env_type, name)) is not None]
-    tools = [*(make_tool(method, takes_env=True) for method in methods), *map(make_tool, env_type.tools)]
-    found: dict[str, Tool] = {}
-    for tool in tools:
-        if tool.name in (*found, *RESERVED_NAMES):
-            raise ToolDefinitionError(f"{env_type.__name__}: the tool name {tool.name!r} is taken; give another name")
-        found[tool.name] = tool
-    return found

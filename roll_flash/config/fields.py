@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
+from roll_flash.errors import ConfigError
+
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -26,6 +28,14 @@ def require_json(value: Any) -> None:
     json.dumps(value, allow_nan=False)
     if others := [key for key in _keys(value) if not isinstance(key, str)]:
         raise TypeError(f"The key {others[0]!r} is no text")
+
+
+def require_lists(environment: str, **lists: Any) -> None:
+    """Raises ConfigError for an argument of an environment that should be a list of texts and is one: Python takes each
+    of its characters for an entry."""
+    for name, given in lists.items():
+        if isinstance(given, str):
+            raise ConfigError(f"{environment}: {name} is a list; write {name}: [{json.dumps(given)}]")
 
 
 def _keys(value: Any) -> Iterator[Any]:

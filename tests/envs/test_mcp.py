@@ -337,6 +337,12 @@ def test_a_config_that_cannot_be_meant_is_refused_with_its_key(servers: Any, all
     assert str(raised.value).startswith("Office: mcp_servers.a")
 
 
+def test_one_host_that_is_no_list_is_said_to_be_none() -> None:
+    """Each of its letters was a host, and the line said that there is no entry for the host that stands there."""
+    with pytest.raises(ConfigError, match=r'Office: mcp_allow is a list; write mcp_allow: \["x\.org:443"\]'):
+        Office(mcp_servers={"a": {"url": "https://x.org/mcp"}}, mcp_allow="x.org:443")
+
+
 def test_a_class_may_name_its_servers_and_a_data_set_may_but_none_of_its_rows() -> None:
     class Shop(SandboxToolEnv):
         mcp_servers: Mapping[str, Any] = {"desk": {"command": ["python3", "server.py"], "envs": {}}}

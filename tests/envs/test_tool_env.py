@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import re
 import time
 from fractions import Fraction
@@ -445,6 +446,219 @@ def test_a_reward_that_is_no_number_or_too_slow_fails_and_is_never_zero() -> Non
     for function, says in ((slow, "longer than 0.1 s"), (wrong, "'good'"), (nothing, "nan")):
         with pytest.raises(EnvError, match=says):
             score(function)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("tool", "step"), ("tool", "close"), ("tool", "finish"), ("reward", "answered"), ("reward", "full_reward")],
+)
+def test_a_tool_or_reward_that_would_replace_a_method_of_every_environment_is_refused(kind: str, name: str) -> None:
+    """A reward named `answered` was called with the text, and each answer was an error without a line of the user."""
+
+    def method(self: Any) -> bool:
+        """Do it."""
+        return True
+
+    members = {name: tool()(method) if kind == "tool" else reward()(method)}
+    taken: type[ToolEnv] = type("Taken", (ToolEnv,), members)
+    with pytest.raises(EnvError, match=f"Taken: the {kind} '{name}' takes the place of .*; rename the method"):
+        taken()
+
+
+def test_a_tool_may_have_such_a_name_and_a_reward_that_of_a_plain_value() -> None:
+    class Walk(ToolEnv):
+        tool_format = "tags"
+
+        async def begin(self, seed: int) -> str:
+            return "Walk."
+
+        @tool(name="step")
+        def move(self) -> str:
+            """Go on."""
+            return "moved"
+
+        @reward()
+        def success(self) -> bool:  # type: ignore[override]
+            return self.used("step").calls > 0
+
+    steps = play(Walk(), "<step/>", "done")
+    assert (steps[0][0], steps[1][1], steps[1][4]["success"]) == ("Output: moved", 1.0, True)
+
+
+def test_a_static_or_class_method_is_a_tool_with_all_its_arguments() -> None:
+    """The first one was taken for the environment: the model did not see it, and the tool got the environment there."""
+
+    class Counts(ToolEnv):
+        tool_format = "tags"
+
+        async def begin(self, seed: int) -> str:
+            return "Count."
+
+        @staticmethod
+        @tool()
+        def add(a: int, b: int) -> int:
+            """Add."""
+            return a + b
+
+        @tool()
+        @staticmethod
+        def times(a: int, b: int) -> int:
+            """Multiply."""
+            return a * b
+
+        @classmethod
+        @tool()
+        def named(cls, suffix: str) -> str:
+            """Name."""
+            return cls.__name__ + suffix
+
+    steps = play(Counts(), '<add a="2" b="3"/>', '<times a="2" b="3"/>', "<named>!</named>")
+    assert [step[0] for step in steps] == ["Output: 5", "Output: 6", "Output: Counts!"]
+
+
+def test_an_async_tool_within_a_plain_decorator_is_awaited() -> None:
+    """The model saw `<coroutine object look at 0x7f...>`."""
+
+    def logged(function: Any) -> Any:
+        @functools.wraps(function)
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return inner
+
+    class Looks(ToolEnv):
+        tool_format = "tags"
+
+        async def begin(self, seed: int) -> str:
+            return "Look."
+
+        @tool(timeout_s=0.2)
+        @logged
+        async def look(self, seconds: float) -> str:
+            """Look."""
+            await asyncio.sleep(seconds)
+            return "a door"
+
+    env = Looks()
+    steps = play(env, "<look>0</look>", "<look>20</look>")
+    assert [step[0] for step in steps] == [
+        "Output: a door",
+        "Output: Error: look took longer than 0.2 s and was given up",
+    ]
+    assert env.used("look").timeouts == 1
+
+
+def test_begin_and_answered_may_be_plain_functions_as_reset_and_step() -> None:
+    class Plain(ToolEnv):
+        def begin(self, seed: int) -> str:  # type: ignore[override]
+            return f"Task {seed}"
+
+        def answered(self, text: str) -> str | None:  # type: ignore[override]
+            return None if text == "bye" else "Go on."
+
+    async def first() -> Any:
+        return (await Plain().reset(seed=7))[0]
+
+    assert asyncio.run(first()) == [{"role": "user", "content": "Task 7"}]
+    assert [step[2] for step in play(Plain(), "hi", "bye")] == [False, True]
+
+
+@pytest.mark.parametrize("prompt", [None, 5, ["a text"], [{"content": "no role"}]])
+def test_a_begin_without_a_prompt_is_named(prompt: Any) -> None:
+    class Forgets(ToolEnv):
+        async def begin(self, seed: int) -> Any:
+            return prompt
+
+    with pytest.raises(EnvError, match=f"begin returned {type(prompt).__name__}, not the prompt"):
+        play(Forgets())
+
+
+def test_decorators_need_no_brackets_and_one_function_needs_its_comma() -> None:
+    class Bare(ToolEnv):
+        async def begin(self, seed: int) -> str:
+            return "Go."
+
+        @tool
+        def look(self) -> str:
+            """Look."""
+            return "a door"
+
+        @reward
+        def looked(self) -> bool:
+            return self.used("look").calls > 0
+
+    assert play(Bare(tool_format="tags"), "<look/>", "done")[1][1] == 1.0
+    for name, function in (("tools", double), ("rewards", score)):
+        wrong: type[ToolEnv] = type("NoComma", (ToolEnv,), {name: function})
+        with pytest.raises(EnvError, match=rf"NoComma: {name} is a tuple of functions; write {name} = \(FUNCTION,\)"):
+            wrong()
+
+
+def test_a_tool_or_reward_is_not_lost_by_a_method_without_its_decorator() -> None:
+    class Base(ToolEnv):
+        async def begin(self, seed: int) -> str:
+            return "Go."
+
+        @tool()
+        def look(self) -> str:
+            """Look."""
+            return "a door"
+
+        @reward()
+        def right(self) -> bool:
+            return True
+
+    def other(self: Any) -> str:
+        return "a window"
+
+    for name, kind in (("look", "tool"), ("right", "reward")):
+        lost: type[ToolEnv] = type("Lost", (Base,), {name: other})
+        says = rf"Lost: '{name}' takes the place of a {kind} of Base and is none; write @{kind}\(\) above it too"
+        with pytest.raises(EnvError, match=says):
+            lost()
+        without: type[ToolEnv] = type("Without", (Base,), {name: None})
+        assert play(without(), "done")[0][1] == (0.0 if kind == "reward" else 1.0)
+
+
+def test_tools_of_an_instance_are_refused_and_not_left_out() -> None:
+    class Late(ToolEnv):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tools = [double]  # type: ignore[misc]
+
+        async def begin(self, seed: int) -> str:
+            return "Go."
+
+    with pytest.raises(EnvError, match=r"Late: self\.tools is not read; set tools = \(\.\.\.\) in the class Late"):
+        play(Late())
+
+
+@pytest.mark.parametrize(
+    ("decorator", "options", "says"),
+    [
+        (reward, {"when": "end"}, "when='end': must be one of turn, final"),
+        (reward, {"timeout_s": 0}, "timeout_s=0: must be more than 0"),
+        (tool, {"timeout_s": -1}, "timeout_s must be more than 0"),
+        (tool, {"max_characters": 0}, "max_characters at least 1"),
+    ],
+)
+def test_options_with_which_a_reward_never_counts_or_a_tool_never_runs_are_refused(
+    decorator: Any, options: dict[str, Any], says: str
+) -> None:
+    """A reward for the moment `end` was never called, and no episode earned anything."""
+    with pytest.raises(ValueError, match=says):
+        decorator(**options)
+
+
+def test_a_tool_that_yields_is_refused() -> None:
+    class Yields(ToolEnv):
+        @tool()
+        def lines(self) -> Any:
+            """Read lines."""
+            yield "one"
+
+    with pytest.raises(EnvError, match="tool lines: it yields"):
+        Yields()
 
 
 def test_the_public_names_are_there() -> None:
