@@ -17,9 +17,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from roll_flash.config.fields import require_lists
 from roll_flash.config.user_code import load_function
+from roll_flash.envs.agents.arguments import by_name, require_contents, require_texts, require_variables
 from roll_flash.envs.agents.presets import AGENTS_IMAGE, PRESETS, AgentPreset
 from roll_flash.envs.agents.session_access import AgentGateway
+from roll_flash.envs.agents.shell_line import filled_line
 from roll_flash.envs.agents.verifier import (
     CommandVerifier,
     check_task_environment,
@@ -30,7 +33,7 @@ from roll_flash.envs.tools.tool_env import OUT_OF_MEMORY
 from roll_flash.errors import ConfigError, EnvError
 from roll_flash.processes.background import call_sync_or_async
 from roll_flash.sandboxes import ExecResult, SandboxBusy, SandboxDied, SandboxSpec
-from roll_flash.types import Message
+from roll_flash.types import Message, as_reward
 
 GATEWAY_PORT = 8011
 """Port of the model in the sandbox, on 127.0.0.1."""
@@ -38,6 +41,8 @@ FOLDER = "/tmp/agent"
 """Folder of the agent's own files, apart from its work."""
 CHECK_MARGIN_S = 5.0
 """Seconds added to the checks' timeouts for writing their files."""
+SET_UP_S = 60.0
+"""Seconds that `set_up` may take; what takes longer belongs into the image."""
 MAX_OUTPUT_BYTES = 1 << 16
 MAX_VARIABLE_BYTES = 120_000
 """Kernels start no program with a variable of 128 KiB."""
@@ -51,7 +56,8 @@ ENDED_OUT_OF_MEMORY = "out_of_memory"
 class AgentEnv(SandboxEnv):
     """Environment defined by a program (`agent`, a preset, or `command`), a task, and a check.
 
-    - `command`: argv, or a line for `/bin/sh -c`. `{instruction}`, `{model}` and `{folder}` in it are filled in.
+    - `command`: argv, or a line for `/bin/sh -c`. `{instruction}`, `{model}` and `{folder}` in it are filled in; in a
+      line each stays one word or a part of one, whether it stands in quotes or not.
       Without `{instruction}` the program reads it from `AGENT_INSTRUCTION`, from the file that
       `AGENT_INSTRUCTION_FILE` names, or from its standard input. `arguments` are appended to an argv.
       `program_files`: files of this machine that are copied into `{folder}` under their names.
@@ -100,11 +106,13 @@ class AgentEnv(SandboxEnv):
         cpus: float = 1.0,
         pids: int = 128,
     ) -> None:
+        require_lists("AgentEnv", arguments=arguments, program_files=program_files, policies=policies)
+        require_texts(instruction=instruction, verifier=verifier, partial_credit=partial_credit)
+        require_contents(files=files, verifier_files=verifier_files)
+        require_variables(env)
         preset = _preset(agent, command)
         self._command = _with_arguments(command if command is not None else preset.command, arguments)
-        self._program_files = _read_programs(
-            {**preset.files, **{Path(name).name: Path(name) for name in program_files}}
-        )
+        self._program_files = _read_programs({**preset.files, **by_name(program_files)})
         self._env = {name: str(value) for name, value in {**preset.env, **(env or {})}.items()}
         self._instruction, self._files, self._set_up = instruction, dict(files or {}), set_up
         self._time_limit_s = time_limit_s
@@ -147,8 +155,12 @@ class AgentEnv(SandboxEnv):
             )
         if self._task is not None and (self._files or self._set_up):
             raise ConfigError("AgentEnv: `files` and `set_up` go with `instruction`; a `task_env` sets itself up")
+        if not self._command:
+            raise ConfigError("AgentEnv: command is empty")
         if not 0.0 <= self._partial_weight <= 1.0 or self._time_limit_s <= 0:
             raise ConfigError("AgentEnv: partial_weight lies between 0 and 1, time_limit_s is positive")
+        if any(check is not None and not check.timeout_s > 0 for check in (self._verifier, self._partial)):
+            raise ConfigError("AgentEnv: verifier_timeout_s is positive")
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -237,16 +249,24 @@ class AgentEnv(SandboxEnv):
         for path, content in self._files.items():
             await self.sandbox.write(path, content)
         if self._set_up is not None:
-            result = await self.sandbox.exec(self._set_up, env=self._check_variables, merge_stderr=True)
+            result = await self.sandbox.exec(
+                self._set_up, timeout=SET_UP_S, env=self._check_variables, merge_stderr=True
+            )
             if not result.ok:
-                raise EnvError(f"set_up ended with exit status {result.exit_code}: {_tail(result.stdout)}")
+                ended = f"ended with exit status {result.exit_code}"
+                how = f"took longer than {SET_UP_S:g} s" if result.timed_out else ended
+                raise EnvError(f"set_up {how}: {_tail(result.stdout) or 'it printed nothing'}")
         return self._own_instruction
 
     async def _check(self) -> tuple[float, dict[str, Any]]:
         if self._task is not None:
             return await self._task.conclude()
         if self._function is not None:
-            return float(await call_sync_or_async(self._function, self.sandbox, self._seed)), {}
+            found = await call_sync_or_async(self._function, self.sandbox, self._seed)
+            try:
+                return as_reward(found, "what verifier_function returned"), {}
+            except ValueError as error:
+                raise EnvError(str(error)) from None
         assert self._verifier is not None, "checked by the constructor"
         return await self._verifier(self.sandbox, self._check_variables)
 
@@ -256,7 +276,8 @@ class AgentEnv(SandboxEnv):
 
     def _filled_command(self, instruction: str, model: str) -> str | list[str]:
         if isinstance(self._command, str):  # never inserted into a shell line, which would allow injection
-            return _filled(self._command, '"$AGENT_INSTRUCTION"', '"$OPENAI_MODEL"')
+            variables = {"{instruction}": "AGENT_INSTRUCTION", "{model}": "OPENAI_MODEL"}
+            return filled_line(self._command.replace("{folder}", FOLDER), variables)
         return [_filled(word, instruction, model) for word in self._command]
 
     def _variables(self, gateway: AgentGateway, instruction: str) -> dict[str, str]:

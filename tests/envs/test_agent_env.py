@@ -8,6 +8,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import random
+import re
+import shlex
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -550,11 +554,62 @@ def test_a_set_up_that_fails_is_no_score() -> None:
         run(python(ASK, set_up="echo no luck; exit 3"))
 
 
+def test_a_set_up_that_takes_too_long_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told as its exit status, that of the signal which ended it."""
+    monkeypatch.setattr("roll_flash.envs.agents.agent_env.SET_UP_S", 1.0)
+    with pytest.raises(EnvError, match="set_up took longer than 1 s: begun"):
+        run(python(ASK, set_up="echo begun; sleep 100"))
+
+
 def test_an_agent_works_on_the_tasks_of_file_quest() -> None:
     env = AgentEnv(command=["python3", "-c", ASK], image=AGENTS_IMAGE, task_env="FileQuest-v0")
     reward, info = run(env)
     assert 0 <= reward < 1
     assert info["success"] is False
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "show {instruction} {model}",
+        'show "{instruction}" "{model}"',
+        "show '{instruction}' '{model}'",
+        """show "$(printf %s "{instruction}")" '{model}'""",
+        """echo it\\'s "(" >/dev/null; (show "{instruction}" {model})""",
+        """: 'a"b' "c'd"; show {instruction} '{model}'""",
+    ],
+)
+def test_an_instruction_is_one_argument_of_a_shell_line_however_it_is_quoted(line: str) -> None:
+    """In double quotes it was split into its words, and in single quotes the program got the name of the variable."""
+    env = AgentEnv(command=line, instruction="x", verifier="true")
+    show = f"show() {{ {shlex.quote(sys.executable)} -c 'import sys; print(sys.argv[1:])' \"$@\"; }}"
+    instruction = """two  words, it's $HOME `id` * \\n"""
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"{show}\n{env._filled_command(instruction, 'small')}"],
+        env={"AGENT_INSTRUCTION": instruction, "OPENAI_MODEL": "small", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"{[instruction, 'small']}\n"
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (None, "what verifier_function returned is a NoneType, not a number"),
+        ((1.0, {}), "what verifier_function returned is a tuple, not a number"),
+        ("0.5", "what verifier_function returned is the text '0.5', not a number"),
+    ],
+)
+def test_a_verifier_function_that_returns_no_number_is_named(
+    returned: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = AgentEnv(command="x", instruction="x", verifier_function="test_agent_env:said_the_seed")
+    env.sandbox = cast(Any, None)
+    monkeypatch.setattr(env, "_function", lambda sandbox, seed: returned)
+    with pytest.raises(EnvError, match=re.escape(says)):
+        asyncio.run(env.score())
 
 
 @pytest.mark.parametrize(
@@ -572,6 +627,16 @@ def test_an_agent_works_on_the_tasks_of_file_quest() -> None:
         ({"agent": "openai", "task_env": "PythonRepair-v0", "partial_weight": 2}, "between 0 and 1"),
         ({"agent": "openai", "instruction": "x", "verifier": "true", "verifier_files": {"/etc/x": ""}}, "'/etc/x'"),
         ({"agent": "openai", "instruction": "x", "verifier": "true", "verifier_files": {"a/../b": ""}}, "'a/../b'"),
+        ({"agent": "openai", "arguments": "--fast"}, 'arguments is a list; write arguments: ["--fast"]'),
+        ({"command": "x", "program_files": "my.py"}, 'program_files is a list; write program_files: ["my.py"]'),
+        ({"command": "x", "policies": "user"}, 'policies is a list; write policies: ["user"]'),
+        ({"command": "x", "program_files": ["a/run.py", "b/run.py"]}, "program_files: two are named run.py"),
+        ({"command": "x", "env": {"OPENAI_API_KEY": "sk-mine"}}, "env: OPENAI_API_KEY is set in each episode"),
+        ({"command": [], "instruction": "x", "verifier": "true"}, "command is empty"),
+        ({"command": "x", "instruction": "x", "verifier": ["true"]}, "verifier is a line for the shell, not ['true']"),
+        ({"command": "x", "instruction": 5, "verifier": "true"}, "instruction is a text, not 5"),
+        ({"command": "x", "instruction": "x", "verifier": "true", "files": {"n": 5}}, "files: 'n': path and content"),
+        ({"command": "x", "instruction": "x", "verifier": "true", "verifier_timeout_s": 0}, "verifier_timeout_s is"),
     ],
 )
 def test_what_does_not_fit_together_is_one_clear_line(arguments: dict[str, Any], says: str) -> None:
