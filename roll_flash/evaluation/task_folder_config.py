@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from roll_flash.envs.adapters.task_folders.format import FolderOptions, find_tasks, longest_limits
+from roll_flash.models.context_length import within_context
 from roll_flash.models.prepare import resolve_model
 
 MAX_LENGTH = 16_384
@@ -42,6 +42,4 @@ def task_folder_config(folder: str, model: str, *, at_endpoint: bool) -> dict[st
 
 def _model_length(model: str) -> int:
     """Context length of the model, at most MAX_LENGTH. Raises ModelError."""
-    described = json.loads((resolve_model(model) / "config.json").read_text())
-    longest = described.get("max_position_embeddings")
-    return min(MAX_LENGTH, longest) if isinstance(longest, int) else MAX_LENGTH
+    return within_context(resolve_model(model), MAX_LENGTH)

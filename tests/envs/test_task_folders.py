@@ -42,7 +42,7 @@ def harbor_task(folder: Path, *, tests: str = GIVE_ONE, toml: str = "", dockerfi
 def write(folder: Path, files: dict[str, str]) -> Path:
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(content)
+        (folder / name).write_bytes(content.encode())
     return folder
 
 
@@ -133,11 +133,13 @@ def test_commands_end_in_time_and_the_task_with_its_time(tmp_path: Path) -> None
     [
         ("#!/bin/sh\necho no pytest here\nexit 1\n", "wrote neither .*reward.txt nor .*no pytest here"),
         ("#!/bin/sh\necho one >/logs/verifier/reward.txt\n", "reward.txt: 'one' is no finite number"),
+        ("#!/no/such/bash\n", r"exit code 127: is '#!/no/such/bash', the first line of tests/test.sh, a program of"),
+        ("#!/bin/sh\r\necho 1 >/logs/verifier/reward.txt\r\n", r"end as on Windows \(CRLF\), save it with LF"),
         ("#!/bin/sh\necho nan >/logs/verifier/reward.txt\n", "no finite number"),
         ('#!/bin/sh\necho \'{"a": 1, "b": 0}\' >/logs/verifier/reward.json\n', "no 'reward' but a, b"),
         ("#!/bin/sh\nsleep 60\n", "longer than 2 s"),
     ],
-    ids=["nothing", "no number", "not finite", "several", "too slow"],
+    ids=["nothing", "no number", "no program", "of Windows", "not finite", "several", "too slow"],
 )
 def test_tests_without_a_verdict_fail_the_episode_and_are_no_zero(tmp_path: Path, tests: str, reason: str) -> None:
     task = harbor_task(
@@ -318,6 +320,14 @@ def test_an_artifact_that_is_too_large_in_the_image_is_no_sample(work: str, tmp_
         play(task, f"<sh>{work}; echo right >out</sh>", "<answer>done</answer>", artifacts=["/app"])
     with pytest.raises(ConfigError, match="'/app//many/' is in '/app'"):
         TaskFolder(task, artifacts=["/app", "/app//many/"])
+
+
+@pytest.mark.parametrize("arguments", [{"artifacts": "/app/out"}, {"allow": "example.org:443"}])
+def test_one_entry_that_is_no_list_is_said_to_be_none(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """Each of its letters was an entry: "artifacts: '/' is not the absolute path of a file or folder"."""
+    ((name, given),) = arguments.items()
+    with pytest.raises(ConfigError, match=rf'TaskFolder-v0: {name} is a list; write {name}: \["{given}"\]'):
+        TaskFolder(harbor_task(tmp_path / "task"), **arguments)
 
 
 def test_no_other_episode_waits_while_the_copy_of_an_artifact_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:

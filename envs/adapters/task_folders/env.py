@@ -18,6 +18,7 @@ from pathlib import Path
 from posixpath import normpath
 from typing import Any
 
+from roll_flash.config.fields import require_lists
 from roll_flash.envs.adapters.task_folders.format import (
     FolderOptions,
     FolderTask,
@@ -79,6 +80,7 @@ class TaskFolder(SandboxToolEnv):
         artifacts: Sequence[str] = (),
     ) -> None:
         super().__init__(max_turns=max_turns, tool_format=tool_format)
+        require_lists("TaskFolder-v0", allow=allow, artifacts=artifacts)
         self._folder = Path(folder).expanduser()
         self._tasks = find_tasks(folder)
         self._options = FolderOptions(memory_mb, cpus, workdir, user, tuple(allow), force_build)

@@ -182,7 +182,19 @@ async def run_tests(sandbox: Sandbox, task: FolderTask, reward_key: str) -> Verd
             return Verdict(pytest_verdict(result.stdout_text), output)
         return Verdict(await _of_reward_file(sandbox, reward_key), output)
     except ValueError as error:
-        raise NoVerdictError(str(error), output) from None
+        raise NoVerdictError(f"{error}{_why_not_started(task, result.exit_code)}", output) from None
+
+
+def _why_not_started(task: FolderTask, exit_code: int) -> str:
+    """Return what the first line of tests/test.sh may have to do with it, for the exit codes of what cannot be started:
+    the shell calls the script itself "not found" where the program of that line is missing."""
+    script = next((path for path in (folder / "test.sh" for folder in task.tests) if path.is_file()), None)
+    if exit_code not in (126, 127) or script is None:
+        return ""
+    first = script.read_bytes().partition(b"\n")[0][:100].decode(errors="replace")
+    if first.endswith("\r"):
+        return "; the lines of tests/test.sh end as on Windows (CRLF), save it with LF"
+    return f"; exit code {exit_code}: is {first!r}, the first line of tests/test.sh, a program of the image?"
 
 
 def pytest_verdict(output: str) -> float:
