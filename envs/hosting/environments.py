@@ -24,6 +24,7 @@ from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.base import Env, SandboxEnv
 from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError, TaskError
+from roll_flash.sandboxes import SandboxSpec
 from roll_flash.types import Message, Task, as_reward
 
 QUICK_MAKE_S = 1e-3
@@ -62,11 +63,12 @@ def check_environments(
 def _checked(task: Task, rollout: RolloutConfig, no_roles: str, policies: Collection[str]) -> Any:
     try:
         env = _env_of(task).unwrapped
+        _check_place(task.env_id, env)
+        if isinstance(env, SandboxEnv):
+            _check_sandbox_spec(task.env_id, env)
         if isinstance(env, Env):
             _check_timeouts(task.env_id, env, rollout)
-        for several in ("roles", "policies"):
-            if getattr(env, several, ()) and not _runs_own_loop(env):
-                raise ConfigError(f"{task.env_id}: {several} need runs_own_loop=True: each plays through the gateway")
+        _check_own_loop(task.env_id, env)
         if unknown := sorted({*getattr(env, "policies", ())} - {*policies}):
             raise ConfigError(
                 f"{task.env_id} asks the policy {unknown[0]!r}, which the config does not name: set policies."
@@ -82,6 +84,36 @@ def _checked(task: Task, rollout: RolloutConfig, no_roles: str, policies: Collec
     except (Exception, SystemExit) as error:  # user code may raise anything
         with_kwargs = f"{task.env_id!r} with kwargs {dict(task.kwargs)}"
         raise TaskError(f"envs: {with_kwargs}: {described(error)}") from None
+
+
+def _check_place(env_id: str, env: Any) -> None:
+    """Raise ConfigError for an environment that only this process knows: workers have another `__main__`."""
+    name = type(env).__name__
+    entry_point = getattr(getattr(env, "spec", None), "entry_point", None)
+    if "__main__" in (type(env).__module__, getattr(entry_point, "__module__", "")):
+        raise ConfigError(
+            f"{env_id}: {name} is defined in the script or notebook that runs, which workers, in processes of their "
+            f"own, do not have: write it into a file, and take an id such as my_envs.py:{name}"
+        )
+
+
+def _check_sandbox_spec(env_id: str, env: SandboxEnv) -> None:
+    spec: Any = env.sandbox_spec
+    if not isinstance(spec, SandboxSpec | None):
+        raise ConfigError(f"{env_id}: sandbox_spec must be a roll_flash.SandboxSpec, not {spec!r:.60}")
+
+
+def _check_own_loop(env_id: str, env: Any) -> None:
+    """Raise ConfigError for an environment with a loop of its own that no episode could play."""
+    for several in ("roles", "policies"):
+        names = getattr(env, several, ())
+        if isinstance(names, str):  # each of its letters would be a name
+            raise ConfigError(f"{env_id}: {several} is a tuple of names; write {several} = ({names!r},)")
+        if names and not _runs_own_loop(env):
+            raise ConfigError(f"{env_id}: {several} need runs_own_loop=True: each plays through the gateway")
+    missing = [name for name in ("play", "score") if _runs_own_loop(env) and not callable(getattr(env, name, None))]
+    if missing:
+        raise ConfigError(f"{env_id}: with runs_own_loop = True it must define `async def {missing[0]}`")
 
 
 def _check_timeouts(env_id: str, env: Env, rollout: RolloutConfig) -> None:
@@ -153,7 +185,7 @@ class AsyncEnvironment:
 
     async def score(self) -> tuple[dict[str, float], Mapping[str, Any]]:
         """Return the reward of each role and info. Raises BadRewardError for a value that is not finite, or missing."""
-        reward, info = await self._call(self.unwrapped.score)
+        reward, info = _as_tuple(await self._call(self.unwrapped.score), "score", "(reward, info)", 2)
         rewards = reward if isinstance(reward, Mapping) else {"": reward}
         if set(rewards) != set(self.roles):
             raise BadRewardError(f"score returned {reward!r}, not a reward for each of the roles {list(self.roles)}")
@@ -188,7 +220,7 @@ class AsyncEnvironment:
         method = getattr(self.unwrapped, "conclude", None)
         if method is None:
             return 0.0, {}
-        reward, info = await self._call(method)
+        reward, info = _as_tuple(await self._call(method), "conclude", "(reward, info)", 2)
         return _as_reward(reward), _as_info(info)
 
     async def close(self) -> None:

@@ -121,6 +121,34 @@ def test_a_reward_of_a_role_that_is_no_number_is_a_failure() -> None:
     assert outcome.cause == "bad_reward"
 
 
+@pytest.mark.parametrize(
+    ("members", "says"),
+    [
+        ({"roles": "buyer"}, r"roles is a tuple of names; write roles = \('buyer',\)"),
+        ({"policies": "user"}, r"policies is a tuple of names; write policies = \('user',\)"),
+        ({"score": None}, "it must define `async def score`"),
+        ({"play": None}, "it must define `async def play`"),
+    ],
+)
+def test_what_no_episode_could_play_is_refused_at_the_start(members: dict[str, Any], says: str) -> None:
+    """Of a name without a comma each letter was a role, and what is missing was found after the servers had started."""
+    register_env("Unplayable-v0", type("Unplayable", (Bargain,), members))
+    with pytest.raises(ConfigError, match=says):
+        check_environments([make_task("Unplayable-v0", 0, {})], RolloutConfig())
+
+
+def test_a_score_that_is_no_pair_is_told_what_is_wanted() -> None:
+    class OnlyReward(Bargain):
+        async def score(self) -> Any:
+            return self._pays
+
+    register_env("OnlyReward-v0", OnlyReward)
+    task = make_task("OnlyReward-v0", 0, {})
+    (outcome,) = play(EpisodeSpec("o", "g", 0, task, SamplingParams(max_new_tokens=6), 8))
+    assert isinstance(outcome, EpisodeFailure)
+    assert "score returned dict, not (reward, info)" in outcome.message
+
+
 def test_roles_that_would_be_ignored_or_cannot_be_compared_are_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="roles need runs_own_loop"):
         check_environments([make_task("Bargain-v0", 0, {"loop": False})], RolloutConfig())

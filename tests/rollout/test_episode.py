@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from roll_flash.config.tree import RolloutConfig
-from roll_flash.envs import Env, ToolEnv, register_env, reward, tool
+from roll_flash.envs import Env, SandboxEnv, ToolEnv, register_env, reward, tool
 from roll_flash.envs.hosting.environment_threads import EnvironmentThreads
 from roll_flash.envs.hosting.environments import (
     MAX_CHARACTERS,
@@ -358,6 +358,16 @@ def test_what_an_environment_does_wrong_is_a_failure_with_its_cause(fault: str, 
     assert Echo.closed == closed + 1
 
 
+def test_a_conclude_that_returns_no_pair_is_told_what_is_wanted() -> None:
+    class Concludes(Echo):
+        async def conclude(self) -> Any:
+            return 0.5
+
+    outcome = play(Concludes(turns=9), ScriptedPolicy("a"), max_turns=1)
+    assert isinstance(outcome, EpisodeFailure)
+    assert "conclude returned float, not (reward, info)" in outcome.message
+
+
 def test_an_error_of_an_environment_is_its_own_whatever_its_text_is() -> None:
     """Without a text it was called a mistake of ours, and a failure with megabytes went to the driver as it was."""
 
@@ -504,6 +514,32 @@ def test_no_episode_sees_what_another_has_changed_in_the_arguments_of_their_task
     check_environments([task], RolloutConfig())
     assert asyncio.run(openings()) == ["cat"] * 3
     assert task.kwargs == {"words": ["cat"], "rules": {"turns": 1}}
+
+
+def test_a_sandbox_spec_that_is_none_is_one_clear_line() -> None:
+    """A dict was an internal error: "unhashable type"."""
+
+    class WithDict(SandboxEnv):
+        sandbox_spec = {"memory_mb": 512}  # type: ignore[assignment]  # noqa: RUF012
+
+    register_env("WithDict-v0", WithDict)
+    with pytest.raises(ConfigError, match=r"sandbox_spec must be a roll_flash\.SandboxSpec, not \{'memory_mb': 512\}"):
+        check_environments([Task("t", "WithDict-v0", 0)], RolloutConfig())
+
+
+@pytest.mark.parametrize("how", ["class", "function"])
+def test_an_environment_of_a_notebook_is_refused_since_no_worker_has_it(how: str) -> None:
+    """It was found in this process, and each episode failed in a worker: "is not registered"."""
+
+    class OfNotebook(Echo): ...
+
+    def make(**kwargs: Any) -> Echo:
+        return Echo(**kwargs)
+
+    OfNotebook.__module__ = make.__module__ = "__main__"
+    register_env(f"Notebook{how}-v0", OfNotebook if how == "class" else make)
+    with pytest.raises(ConfigError, match=r"defined in the script or notebook .* an id such as my_envs\.py:"):
+        check_environments([Task("t", f"Notebook{how}-v0", 0)], RolloutConfig())
 
 
 @pytest.mark.parametrize(
