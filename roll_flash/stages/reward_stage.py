@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from roll_flash.chat.judge import Judge, mark_of
 from roll_flash.config.sections.stages import StageConfig
 from roll_flash.config.tree import Config
-from roll_flash.config.user_code import load_function
+from roll_flash.config.user_code import described, load_function
 from roll_flash.errors import ConfigError, ModelError, RollFlashError
 from roll_flash.monitor.episodes import own_answers
 from roll_flash.processes.background import call_in_thread
@@ -56,7 +56,9 @@ def _bound(stage: StageConfig) -> Any:
         raise ConfigError(f"stage {stage.name}: there is no entry point {stage.entry_point!r}; {known}")
     found = load_function(reference, f"stage {stage.name}: entry_point")
     if not callable(getattr(found, "score", None)):
-        raise ConfigError(f"stage {stage.name}: {stage.entry_point} is no class with a method `score`")
+        what = f"{stage.entry_point} is no class with a method `score`"
+        hint = "" if inspect.isclass(found) else "; for a function write @roll_flash.stage above it"
+        raise ConfigError(f"stage {stage.name}: {what}{hint}")
     try:
         inspect.signature(found).bind(**stage.kwargs)
     except TypeError as error:
@@ -72,7 +74,7 @@ def _call(stage: StageConfig, factory: Any) -> Any:
     except RollFlashError:
         raise
     except Exception as error:  # users' code may raise anything
-        raise ConfigError(f"stage {stage.name}: {stage.entry_point} raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"stage {stage.name}: {stage.entry_point} raised {described(error)}") from error
 
 
 class JudgeStage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,8 @@ import msgspec
 from roll_flash.checked_files import decode, lines_of, open_checked
 from roll_flash.config.sections.distill import TEACHER
 from roll_flash.config.sections.stages import StageConfig
-from roll_flash.errors import RunError
+from roll_flash.config.user_code import described
+from roll_flash.errors import RollFlashError, RunError
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.processes.background import (
     call_in_thread,
@@ -221,8 +222,17 @@ def _log_error(log: Log, name: str, rows: Sequence[Row], error: str) -> None:
 
 
 async def _score(scorer: RewardStage, trajectories: list[Trajectory]) -> list[float]:
-    """Return the scores. Raises RunError unless there is one finite number per trajectory."""
-    scores = list(await call_sync_or_async(scorer.score, trajectories))
+    """Return the scores. Raises RunError for a scorer that raises, and unless there is one finite number per
+    trajectory."""
+    try:
+        found = await call_sync_or_async(scorer.score, trajectories)
+    except RollFlashError:
+        raise
+    except Exception as error:  # users' code may raise anything
+        raise RunError(described(error)) from error
+    if isinstance(found, str) or not isinstance(found, Iterable):
+        raise RunError(f"`score` returned {found!r:.60}, not a list with one number for each trajectory")
+    scores = list(found)
     if len(scores) != len(trajectories):
         raise RunError(f"{len(scores)} scores for {len(trajectories)} trajectories")
     return [

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from roll_flash.errors import StreamError
+from roll_flash.errors import RollFlashError, StreamError
 from roll_flash.processes.background import cancel_and_wait, ends_this_task
 from roll_flash.stream.stream import Consumer, Row, TrajectoryStream
 
@@ -82,7 +82,7 @@ class Stage:
             except BaseException as error:
                 if ends_this_task(error):
                     raise
-                own = f"{type(error).__name__}: {error}"
+                own = str(error) if isinstance(error, RollFlashError) else f"{type(error).__name__}: {error}"
                 self.last_error = f"took longer than {self.timeout_s:g} s" if deadline.expired() else own
             finally:
                 self._seconds += time.monotonic() - began

@@ -225,7 +225,9 @@ def test_the_start_check_names_key_and_function(mine: Path) -> None:
     mine.write_text("def loss(tokens):\n    return tokens.logprobs.sum()\ndef advantage(rewards):\n    return 1 / 0\n")
     with pytest.raises(ConfigError, match=r"learner.loss.name mine.py:loss: must return one loss per token"):
         _check_own_functions(learner_of({"learner": {"loss": {"name": "mine.py:loss"}}}))
-    with pytest.raises(ConfigError, match=r"learner.advantage mine.py:advantage: it raised ZeroDivisionError"):
+    with pytest.raises(
+        ConfigError, match=r"learner.advantage mine.py:advantage: it raised ZeroDivisionError: .* \(mine.py:4\), with"
+    ):
         _check_own_functions(learner_of({"learner": {"advantage": "mine.py:advantage"}}))
     with pytest.raises(ConfigError, match=r"learner.loss.name 'mine.py:other': .*has no 'other'"):
         _check_own_functions(learner_of({"learner": {"loss": {"name": "mine.py:other"}}}))

@@ -154,6 +154,23 @@ def test_a_trajectory_that_could_not_be_scored_is_dropped_and_counted(tmp_path: 
     assert all(errors)
 
 
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return [each.info['answer'] for each in found]", "KeyError: 'answer' (quality.py:5)"),
+        ("print(found)", "`score` returned None, not a list with one number for each trajectory"),
+        ("return 0.5", "`score` returned 0.5, not a list with one number for each trajectory"),
+    ],
+)
+def test_a_mistake_in_a_stage_is_told_with_its_line(tmp_path: Path, body: str, says: str) -> None:
+    """It was told as `'NoneType' object is not iterable`, and an error without a line."""
+    file = tmp_path / "quality.py"
+    file.write_text(f"import roll_flash\n\n@roll_flash.stage\ndef quality(found):\n    {body}\n")
+    mine = StageConfig(name="mine", entry_point=f"{file}:quality", retries=0, on_failure="stop")
+    with pytest.raises(StreamError, match=re.escape(f"the newest: {says}")):
+        run([mine], [group("g")], tmp_path)
+
+
 def test_drop_group_leaves_out_the_whole_group(tmp_path: Path) -> None:
     bad = misbehaving("raise", on_failure="drop_group")
     bad = bad.model_copy(update={"kwargs": {"how": "raise", "victims": ["g-1"]}})
@@ -238,6 +255,7 @@ def test_stages_are_applied_in_their_order() -> None:
         ({"entry_point": "judg"}, "no entry point 'judg'; known are judge, reward_model"),
         ({"entry_point": f"{SCORERS}:Lettrs"}, f"'{SCORERS}:Lettrs': {SCORERS} has no 'Lettrs'"),
         ({"entry_point": f"{SCORERS}:NoScore"}, "no class with a method `score`"),
+        ({"entry_point": "os:getcwd"}, "no class with a method `score`; for a function write @roll_flash.stage above"),
         ({"entry_point": "no_such_module:A"}, "stage mine: entry_point 'no_such_module:A': No module named"),
         ({"entry_point": f"{SCORERS}:Letters", "kwargs": {"lettr": "a"}}, "unexpected keyword argument 'lettr'"),
         ({"entry_point": f"{SCORERS}:share_of", "kwargs": {"lettr": "a"}}, "missing a required argument: 'letter'"),

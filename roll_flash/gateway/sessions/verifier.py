@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from roll_flash.config.user_code import load_function
+from roll_flash.config.user_code import described, load_function
 from roll_flash.errors import RollFlashError
 from roll_flash.processes.background import call_sync_or_async
 from roll_flash.types import Trajectory, as_reward
@@ -37,7 +37,7 @@ class Verifier:
         except TimeoutError:
             raise VerifierError(f"{self.reference} took longer than {TIMEOUT_S:g} s") from None
         except (Exception, SystemExit) as error:  # user code may raise anything
-            raise VerifierError(f"{self.reference} raised {type(error).__name__}: {error}") from error
+            raise VerifierError(f"{self.reference} raised {described(error)}") from error
         reward, info = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
         if not isinstance(info, Mapping):
             raise VerifierError(f"{self.reference} returned {reprlib.repr(found)}, not a number, or one and a dict")

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from roll_flash.config.user_code import described
 from roll_flash.errors import LearnerError, first_line
 from roll_flash.learner.losses.policy import LossFunction, policy_loss
 from roll_flash.learner.losses.token_advantages import own_advantage
@@ -141,7 +142,7 @@ def _run(function: LossFunction, tensors: Mapping[str, Tensor], params: Mapping[
     except ValueError:
         raise
     except Exception as error:  # a user's function may raise anything
-        raise ValueError(f"raised {type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise ValueError(f"raised {' '.join(described(error).split())}") from error
     return per_token[0], torch.zeros_like(logprobs) if gradient is None else gradient
 
 

@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from roll_flash.config.sections.distill import DistillConfig
 from roll_flash.config.sections.learner import LearnerConfig, is_own
-from roll_flash.config.user_code import load_function
-from roll_flash.errors import LearnerError, first_line
+from roll_flash.config.user_code import described, load_function
+from roll_flash.errors import LearnerError
 from roll_flash.learner.losses.advantages import ADVANTAGES, Advantage, gigpo, scale_by_batch
 from roll_flash.types import FinishedEpisode
 
@@ -125,7 +125,7 @@ def own_advantage(function: Callable[[NDArray[np.float64]], ArrayLike], name: st
         try:
             found = np.asarray(function(given.copy()), np.float64)
         except Exception as error:  # a user's function may raise anything
-            raised = f"{type(error).__name__}: {first_line(error)}"
+            raised = " ".join(described(error).split())
             raise LearnerError(f"{name} raised {raised}, with rewards {given.tolist()}") from error
         if found.shape != given.shape or not np.isfinite(found).all():
             raise LearnerError(
