@@ -147,7 +147,8 @@ def evaluate(
     texts = {name: str(given[name]) for name in ("model", "out") if given[name] is not None}
     source = str(config) if isinstance(config, Path) else config
     ks = ",".join(str(k) for k in pass_at) or None
-    request = EvalRequest(**{**given, **texts, "config": source, "pass_at": ks, "overrides": tuple(overrides)})
+    words = (overrides,) if isinstance(overrides, str) else tuple(overrides)
+    request = EvalRequest(**{**given, **texts, "config": source, "pass_at": ks, "overrides": words})
     return run_to_end(run_evaluation(request))[0]
 
 

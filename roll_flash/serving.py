@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ from roll_flash.gateway.server import GatewayServer
 from roll_flash.gateway.sessions.routes import SessionRoutes
 from roll_flash.gateway.sessions.verifier import Verifier
 from roll_flash.learner.open import check_learner
+from roll_flash.models.context_length import check_context_length, within_context
+from roll_flash.models.folder import check_chat_template
 from roll_flash.models.hub import is_hub_id
 from roll_flash.models.prepare import RECIPES, is_model, resolve_model
 from roll_flash.monitor.episode_files.steps import step_file
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from roll_flash.tinker.routes import TinkerRoutes
     from roll_flash.tinker.servers import Servers
 
+CHECK_TIMEOUT_S = 60.0
+"""Long enough for an endpoint that loads its model on the first request."""
 TINKER_KEY = "tml-"
 """Beginning of every key that Tinker's clients take."""
 
@@ -108,7 +113,7 @@ async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> 
     async with AsyncExitStack() as stack:
         servers: Servers | None = None
         if request.endpoint is not None:
-            backend = _open_endpoint(request, stack)
+            backend = await _open_endpoint(request, stack, note)
         else:
             backend, servers = await _open_servers(request, config, folder, stack, note)
         episodes = stack.enter_context(EpisodesWriter(folder))
@@ -127,16 +132,34 @@ async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> 
             reason = error.strerror or str(error)
             raise ConfigError(f"{request.host}:{request.port}: {reason}; choose another with --port") from None
         await stack.enter_async_context(background_task(routes.sweep(), "the sweep over unused sessions"))
-        url = url or f"http://{request.host}:{port}"
+        url = url or _address(request.host, port)
         yield RunningGateway(url, admin_key, backend.model, step_file(folder, 0), routes, training)
 
 
-def _open_endpoint(request: GatewayRequest, stack: AsyncExitStack) -> Backend:
+def _address(host: str, port: int) -> str:
+    """Return the address at which this machine reaches a server that listens on `host`, also on all addresses."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return f"http://{host}:{port}"
+    if address.is_unspecified:  # a request for 0.0.0.0 has that as its host, and is refused like one of a web page
+        address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
+    return f"http://{address}:{port}" if address.version == 4 else f"http://[{address}]:{port}"
+
+
+async def _open_endpoint(request: GatewayRequest, stack: AsyncExitStack, note: Callable[[str], None]) -> Backend:
+    """Raises InferenceError if the endpoint is down, rejects the key or the model, or sends an invalid answer."""
     from roll_flash.gateway.endpoint_backend import EndpointBackend
 
     assert request.endpoint is not None
     assert request.model is not None
     key = api_key_from(request.endpoint_key_env)
+    note(f"asking {request.endpoint} for one token (usually 1-5 s, at most {CHECK_TIMEOUT_S:g} s)")
+    asking = OpenAIChatClient(request.endpoint, request.model, key, max_attempts=2)
+    try:
+        await asking.ask_for_one_token(CHECK_TIMEOUT_S)
+    finally:
+        await asking.close()
     chat = OpenAIChatClient(request.endpoint, request.model, key)
     stack.push_async_callback(chat.close)
     return EndpointBackend(chat, request.name)
@@ -149,10 +172,13 @@ async def _open_servers(
     from roll_flash.chat.tokenizer import load_tokenizer
     from roll_flash.gateway.token_backend import TokenBackend
     from roll_flash.inference.client.token_client import open_client
-    from roll_flash.inference.open import open_engine
+    from roll_flash.inference.open import check_engine, open_engine
     from roll_flash.tinker.servers import Servers
 
     model_folder = resolve_model(config.model.path, config.model.revision)
+    check_chat_template(model_folder)
+    config = _within_context(config, model_folder, request.overrides)
+    check_engine(config.inference, model_folder, trains=request.trains)
     logs = folder / "logs"
     tokenizer = await asyncio.to_thread(load_tokenizer, model_folder, config.model.chat_template_kwargs)
     name = request.name or re.split(r"[/\\]", request.model.rstrip("/"))[-1]
@@ -165,6 +191,15 @@ async def _open_servers(
     stack.push_async_callback(client.close)
     backend = TokenBackend(client, tokenizer, model=name, max_length=length, thinking=config.model.thinking)
     return backend, Servers.of(config, model_folder, engine, client, tokenizer)
+
+
+def _within_context(config: Config, model_folder: Path, overrides: Sequence[str]) -> Config:
+    """Return the config with a length that the model can read. Raises ModelError if another one was asked for."""
+    if any(word.startswith(("model=", "model.max_length=")) for word in overrides):
+        check_context_length(model_folder, config.model.max_length)
+        return config
+    length = within_context(model_folder, config.model.max_length)
+    return config.model_copy(update={"model": config.model.model_copy(update={"max_length": length})})
 
 
 async def _open_training(

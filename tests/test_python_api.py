@@ -178,6 +178,8 @@ def test_keyword_arguments_are_the_options_of_the_command(requests: list[EvalReq
     assert request == EvalRequest(
         env="Maze-v0", model="folder", tasks=5, attempts=2, pass_at="1,2", out="o", overrides=("seed=3",)
     )
+    roll_flash.evaluate(Path("maze.yaml"), overrides="seed=3")  # as `load_config` takes one
+    assert requests[-1] == EvalRequest(config="maze.yaml", overrides=("seed=3",))
 
 
 def test_an_evaluation_runs_where_an_event_loop_runs_already(requests: list[EvalRequest]) -> None:

@@ -395,7 +395,8 @@ def _error_text(content: bytes, reason: str) -> str:
 def _advice(status: int, model: str) -> str:
     match status:
         case 401 | 403:
-            return "; the endpoint needs a key, or another one: give a key with --api-key-env NAME"
+            where = "(serve-gateway: --endpoint-key-env; in a config: api_key_env)"
+            return f"; the endpoint needs a key, or another one: give a key with --api-key-env NAME {where}"
         case 404:
             return f"; check that the URL ends with /v1 and that the server knows the model {model!r}"
     return ""

@@ -70,7 +70,7 @@ def doctor(
     """Check this machine: engine, Docker, Ray, GPUs, memory."""
     from roll_flash.doctor import check_machine, is_usable, report
 
-    checks = check_machine([name for name in only.split(",") if name])
+    checks = check_machine([name.strip() for name in only.split(",") if name.strip()])
     is_ok = is_usable(checks)
     show({"ok": is_ok, "checks": [asdict(check) for check in checks]}, report(checks), as_json=as_json)
     return 0 if is_ok else 1

@@ -205,7 +205,8 @@ class GatewayServer:
         except web.HTTPRequestEntityTooLarge:
             problem = ApiError(413, "request_too_large", f"the body is larger than {self._max_body_bytes >> 20} MiB")
         except web.HTTPException as error:
-            problem = ApiError(error.status, "not_found", f"{request.method} {request.path}: {error.reason}")
+            what = f"{request.method} {request.path}: {error.reason}{_meant(request.path)}"
+            problem = ApiError(error.status, "not_found", what)
         except (ConnectionError, asyncio.CancelledError):
             self._counts.disconnects += 1
             raise
@@ -214,6 +215,8 @@ class GatewayServer:
         except Exception as error:  # a bug of ours; the agent still gets an answer
             logger.exception("%s %s", request.method, request.path)
             problem = ApiError(500, "internal_error", f"{type(error).__name__}: {error}")
+        if (session := self._sessions.get(api_key_of(request))) is not None:
+            session.refusal = problem.message
         if problem.status >= 500:
             self._counts.failed += 1
         else:
@@ -374,6 +377,14 @@ def _require_model(body: Mapping[str, Any], backend: Backend) -> None:
     if asked != backend.model:
         message = f"the model {str(asked)[:100]!r} does not exist here; ask for {backend.model!r}"
         raise ApiError(404, "model_not_found", message, "model")
+
+
+def _meant(path: str) -> str:
+    """Return a hint if a path is one of ours with another beginning, as from a client with another base URL."""
+    meant = next((call for call in CALLS if path != call and path.endswith(call.removeprefix("/v1"))), None)
+    if meant is None:
+        return ""
+    return f"; it is {meant}: OpenAI's clients take a base URL that ends with /v1, Anthropic's one without it"
 
 
 def _described(backend: Backend) -> dict[str, Any]:

@@ -110,6 +110,17 @@ async def ignores_errors(gateway: AgentGateway, seed: int) -> None:
         await http.post(f"{gateway.base_url}/chat/completions", json=body)
 
 
+async def asks_another_model(gateway: AgentGateway, seed: int) -> None:
+    async with httpx.AsyncClient(headers={"x-api-key": gateway.api_key}) as http:
+        body = {"model": "gpt-4o", "messages": [{"role": "user", "content": "Hi"}]}
+        await http.post(f"{gateway.base_url}/chat/completions", json=body)
+
+
+async def asks_at_another_path(gateway: AgentGateway, seed: int) -> None:
+    async with httpx.AsyncClient(headers={"x-api-key": gateway.api_key}) as http:
+        await http.post(f"{gateway.base_url.removesuffix('/v1')}/chat/completions", json={})
+
+
 async def hangs(gateway: AgentGateway, seed: int) -> None:
     await two_turns(gateway, seed)
     await asyncio.sleep(3600)
@@ -131,6 +142,8 @@ AGENTS: dict[str, Agent] = {
         goes_on_for_ever,
         gives_up_at_the_limit,
         ignores_errors,
+        asks_another_model,
+        asks_at_another_path,
         hangs,
         asks_for_too_much,
     )
@@ -236,6 +249,8 @@ def test_the_staleness_bound_covers_branches() -> None:
     ("agent", "cause", "says"),
     [
         ("never_asks", "env_error", "asked 0 times"),
+        ("asks_another_model", "env_error", "a request was refused: the model 'gpt-4o' does not exist here; ask for"),
+        ("asks_at_another_path", "env_error", "POST /chat/completions: Not Found; it is /v1/chat/completions"),
         ("crashes", "env_error", "the agent fell over"),
         ("goes_on_for_ever", "env_error", "PermissionDenied"),
         ("asks_for_too_much", "prompt_too_long", "model.max_length"),

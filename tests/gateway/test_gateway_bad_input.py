@@ -112,6 +112,40 @@ def test_a_previous_response_that_is_no_id_is_not_found(serve: Serve) -> None:
     serve(work, ["Hello."])
 
 
+@pytest.mark.parametrize("field", [{"conversation": "conv_1"}, {"prompt": {"id": "pmpt_1"}}, {"background": True}])
+def test_what_a_vendor_keeps_between_responses_is_refused_and_not_left_out(serve: Serve, field: dict[str, Any]) -> None:
+    """Without its conversation, which the agent takes for known, the model answered to the last question alone."""
+
+    async def work(served: Served) -> None:
+        answer = await served.http.post("/v1/responses", json={"model": MODEL, "input": "And of Italy?", **field})
+        (name,) = field
+        assert (answer.status_code, error_of(answer)["param"]) == (400, name)
+        assert served.client.prompts == []
+        known = {"conversation": None, "prompt": None, "background": False}
+        body = {"model": MODEL, "input": "Hi", **known}
+        assert (await served.http.post("/v1/responses", json=body)).status_code == 200
+
+    serve(work, ["Hello."])
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/v1/messages/count_tokens", "/v1/messages/count_tokens"),
+        ("/responses", "/v1/responses"),
+    ],
+)
+def test_a_base_url_with_a_v1_too_many_or_too_few_is_said(serve: Serve, path: str, meant: str) -> None:
+    async def work(served: Served) -> None:
+        answer = await served.http.post(path, json={"model": MODEL})
+        assert answer.status_code == 404
+        assert f"it is {meant}: OpenAI's clients take a base URL that ends with /v1" in error_of(answer)["message"]
+
+    serve(work, ["Hello."])
+
+
 def test_a_session_is_idle_from_its_last_answer_on(serve: Serve) -> None:
     async def work(served: Served) -> None:
         served.client.delay_s = 0.3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import socket
 import threading
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,7 @@ from conftest import until
 from scripted_model import END, ScriptedClient, TinyModel
 
 from roll_flash.cli.main import main
+from roll_flash.errors import ConfigError
 from roll_flash.gateway.apis.request_fields import decode_object
 from roll_flash.gateway.server import GatewayServer
 from roll_flash.gateway.sessions import routes as session_routes
@@ -25,8 +27,9 @@ from roll_flash.gateway.sessions.routes import SessionRoutes
 from roll_flash.gateway.sessions.session import Session
 from roll_flash.gateway.sessions.verifier import Verifier
 from roll_flash.gateway.token_backend import TokenBackend
+from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import EpisodesWriter, read_episodes
-from roll_flash.serving import GatewayRequest, RunningGateway, open_gateway
+from roll_flash.serving import GatewayRequest, RunningGateway, _address, open_gateway
 
 HELLO = [{"role": "user", "content": "Hi"}]
 Scenario = Callable[[httpx.AsyncClient, SessionRoutes], Awaitable[None]]
@@ -298,7 +301,9 @@ def test_one_stop_string_of_a_session_is_one(tiny: TinyModel, tmp_path: Path) ->
     assert len(alone(tiny, tmp_path, scenario)) == 1
 
 
-@pytest.mark.parametrize(("name", "says"), [("broken", "no idea"), ("huge", "not a finite number")])
+@pytest.mark.parametrize(
+    ("name", "says"), [("broken", "ValueError: no idea (judge.py:15)"), ("huge", "not a finite number")]
+)
 def test_a_verifier_that_raises_scores_nothing(tiny: TinyModel, tmp_path: Path, name: str, says: str) -> None:
     (tmp_path / "judge.py").write_text(VERIFIER)
 
@@ -489,6 +494,19 @@ def test_before_an_endpoint_messages_pass_through_and_its_refusals_too(tmp_path:
     assert record["token_ids"] == []
 
 
+def test_an_endpoint_that_does_not_answer_is_known_before_agents_ask_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The gateway served it, and each session was a failure."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+    command = ["serve-gateway", "--endpoint", url, "--model", "m", "--port", "0", "--out", str(tmp_path / "out")]
+    assert main(command) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith(f"asking {url} for one token")
+    assert "no connection: Connection refused; is the server up?" in said[-1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -559,6 +577,53 @@ def test_a_port_that_is_taken_is_known_before_a_model_is_started(
     said = capsys.readouterr().err
     assert f"port {port} on 127.0.0.1 cannot be used" in said
     assert "--port" in said
+
+
+def test_a_model_is_served_within_its_context_and_not_at_all_without_a_chat_template(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway's own 4,096 tokens were more than models of 2,048 can read: vLLM did not start with it."""
+    folder = shutil.copytree(resolve_model("tiny"), tmp_path / "short")
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "max_position_embeddings": 512}))
+    lengths: list[int] = []
+
+    def no_engine(*_: object, max_model_len: int, **__: object) -> None:
+        lengths.append(max_model_len)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("roll_flash.inference.open.open_engine", no_engine)
+    command = ["serve-gateway", "--model", str(folder), "--port", "0", "--out", str(tmp_path / "out")]
+    command.append("inference.engine=transformers")
+    for more, says in (
+        ([], "seen"),
+        (["model.max_length=256"], "seen"),
+        (["model.max_length=1024"], "model.max_length=1,024 is more than the 512 tokens"),
+    ):
+        assert main([*command, *more]) == 2
+        assert says in capsys.readouterr().err
+    assert lengths == [512, 256]
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    assert main(command) == 2
+    assert "the tokenizer has no chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:8321"),
+        ("::", "http://[::1]:8321"),
+        ("::1", "http://[::1]:8321"),
+        ("10.1.2.3", "http://10.1.2.3:8321"),
+        ("localhost", "http://localhost:8321"),
+    ],
+)
+def test_the_address_that_is_told_can_be_used(host: str, url: str) -> None:
+    """That of a gateway on all addresses was refused like a request of a web page, and an IPv6 address was none."""
+    assert _address(host, 8321) == url
 
 
 @pytest.mark.parametrize("reward", [1e39, -1e7, float("nan")])

@@ -19,6 +19,7 @@ from roll_flash.gateway.apis.request_fields import (
     function_tool,
     number,
     objects,
+    refuse,
     require_conversation,
     text,
     whole,
@@ -30,6 +31,9 @@ from roll_flash.types import Message
 
 def parse(body: Mapping[str, Any], earlier: Mapping[str, CallRecord]) -> ModelCall:
     """Parse a request; `earlier`: the session's answers by response id. Raises ApiError for an invalid field."""
+    refuse(body, "conversation", [], "none is kept here: send the whole input, or previous_response_id")
+    refuse(body, "prompt", [], "no prompt templates are kept here: send the text as input")
+    refuse(body, "background", [False], "an answer comes at once or not at all: leave it out")
     messages: list[Message] = []
     if body.get("instructions"):
         messages.append({"role": "system", "content": text(body, "instructions")})

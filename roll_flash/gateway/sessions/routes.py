@@ -33,7 +33,7 @@ from roll_flash.gateway.apis.request_fields import (
 from roll_flash.gateway.model_call import RequestedSampling
 from roll_flash.gateway.server import GatewayServer, content_of
 from roll_flash.gateway.sessions.finished_episode import finished_episode, session_figures
-from roll_flash.gateway.sessions.session import Session, SessionSettings, as_requested
+from roll_flash.gateway.sessions.session import Session, SessionSettings, as_requested, why_no_answer
 from roll_flash.gateway.sessions.verifier import Verifier, VerifierError
 from roll_flash.gateway.sessions.web_pages import local_url, refuse_web_pages
 from roll_flash.monitor.episodes import EpisodesWriter, Outcome
@@ -148,7 +148,7 @@ class SessionRoutes:
             outcome = await self._to_its_end(self._fail(opened, trouble.cause, trouble.message))
             return web.json_response(_summary(outcome))
         if not session.history.records:
-            raise bad_request("the session has recorded no answer of the model: there is nothing to score")
+            raise bad_request(f"there is nothing to score: {why_no_answer([session])}")
         reward, info = await self._score(opened, body)
         return web.json_response(_summary(await self._to_its_end(self._finish(opened, reward, info))))
 

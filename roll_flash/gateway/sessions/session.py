@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -81,6 +81,8 @@ class Session:
         """Requests, from their head to their answer."""
         self.reached_max_calls = False
         self.context_was_full = False
+        self.refusal = ""
+        """What the newest request that was refused was told."""
         self.trouble: SessionFailure | None = None
         self.ended = False
         self._in_flight: set[asyncio.Task[Any]] = set()
@@ -150,6 +152,14 @@ class Session:
         most = min(room, ruled.max_new_tokens, wanted.max_tokens or room)
         stop = (*ruled.stop, *(text for text in wanted.stop if text not in ruled.stop))
         return replace(ruled.with_own_seed(number), max_new_tokens=most, stop=stop)
+
+
+def why_no_answer(sessions: Sequence[Session]) -> str:
+    """Return why an agent with these sessions may have got no answer: mostly it asks for another model, at another
+    path or with another key, and the program says nothing of it."""
+    calls = sum(session.calls for session in sessions)
+    refusal = next((f"; a request was refused: {each.refusal}" for each in sessions if each.refusal), "")
+    return f"the agent got no answer of the model; it asked {calls} times with the key of its episode{refusal}"
 
 
 def as_requested(wanted: RequestedSampling) -> SamplingParams:

@@ -16,7 +16,7 @@ from roll_flash.gateway.backend import Backend
 from roll_flash.gateway.policies import PolicySessions
 from roll_flash.gateway.server import GatewayServer
 from roll_flash.gateway.sessions.finished_episode import finished_episode, join_roles
-from roll_flash.gateway.sessions.session import Session, SessionSettings
+from roll_flash.gateway.sessions.session import Session, SessionSettings, why_no_answer
 from roll_flash.rollout.episodes.episode import Deadlines, EpisodeFailed, Progress, environment_errors
 from roll_flash.types import EpisodeSpec, Trajectory
 
@@ -105,8 +105,7 @@ class AgentEpisodes:
         if not any(session.history.records for session in recorded.values()):
             if any(session.context_was_full for session in recorded.values()):
                 raise EpisodeFailed("prompt_too_long", "the agent's first request did not fit into model.max_length")
-            calls = sum(session.calls for session in recorded.values())
-            raise EpisodeFailed("env_error", f"the agent got no answer of the model; it asked {calls} times")
+            raise EpisodeFailed("env_error", why_no_answer(list(recorded.values())))
         progress.now("the environment's score")
         async with environment_errors(deadlines.step_s, "score"):
             rewards, info = await env.score()
