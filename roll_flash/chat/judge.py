@@ -63,8 +63,10 @@ class Judge:
         self._sampling = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens)
         self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, OpenAIChatClient] = WeakKeyDictionary()
 
-    async def score(self, *, question: str, answer: str, reference: str | None = None) -> float:
-        """Return the quality of the answer, 0 to 1. Raises EnvError if no attempt gave a score."""
+    async def score(self, *, question: str, answer: str | None, reference: str | float | None = None) -> float:
+        """Return the quality of the answer, 0 to 1. None, as `final_answer` is without one, is an empty answer, not a
+        failed episode. Raises EnvError if no attempt gave a score."""
+        answer, reference = answer or "", None if reference is None else str(reference)
         shown, attempts, said = min(self._answer_characters, len(answer)), self._attempts, ""
         while attempts:
             answered = await self._ask(self.messages(question, answer, reference, shown), is_last=shown < LEAST_SHOWN)

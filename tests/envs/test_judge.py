@@ -16,7 +16,9 @@ TOO_LONG = 413
 """Reply of an endpoint whose context is exceeded."""
 
 
-def judged(replies: Sequence[str | int], answer: str = "four", **options: Any) -> tuple[float, list[dict[str, Any]]]:
+def judged(
+    replies: Sequence[str | int], answer: str | None = "four", reference: Any = "4", **options: Any
+) -> tuple[float, list[dict[str, Any]]]:
     """The score, and the requests that the endpoint saw. A reply that is a number is an HTTP status."""
     seen: list[dict[str, Any]] = []
     left = list(replies)
@@ -39,7 +41,7 @@ def judged(replies: Sequence[str | int], answer: str = "four", **options: Any) -
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         judge = Judge(f"http://127.0.0.1:{port}/v1", "grader", timeout_s=20, **options)
         try:
-            return await judge.score(question="2+2?", answer=answer, reference="4")
+            return await judge.score(question="2+2?", answer=answer, reference=reference)
         finally:
             await judge.close()
             await runner.cleanup()
@@ -54,6 +56,13 @@ def test_a_score_is_scaled_and_the_judge_sees_question_answer_and_reference() ->
     for part in ("2+2?", "four", "<reference-", "Be strict."):
         assert part in text
     assert request["temperature"] == 0
+
+
+def test_no_answer_is_an_empty_one_and_a_reference_may_be_a_number() -> None:
+    """`answer=env.final_answer` of an episode without an answer was an error, so it was no sample instead of a 0."""
+    value, (request,) = judged(["Nothing. <score>0</score>"], answer=None, reference=4)
+    assert value == 0.0
+    assert "<reference-" in str(request["messages"])
 
 
 @pytest.mark.parametrize(
