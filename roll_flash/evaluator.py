@@ -16,6 +16,7 @@ from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
 from roll_flash.config.files import read_yaml
 from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.tree import Config, EnvConfig, load_config
+from roll_flash.config.user_code import absolute
 from roll_flash.engines.inference import ChatEndpoint
 from roll_flash.errors import ConfigError
 from roll_flash.evaluation.evaluation import (
@@ -46,6 +47,8 @@ from roll_flash.watchdog.watchdog import CLOSES_WITHIN_S, open_watchdog
 
 T = TypeVar("T")
 
+_OF_A_MODEL = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".txt", ".tiktoken")
+"""Ends of the names of files on which the answers of a model depend."""
 CHECK_TIMEOUT_S = 60.0
 """Long enough for an endpoint that loads its model on the first request."""
 
@@ -291,7 +294,7 @@ def _model(request: EvalRequest) -> tuple[str | None, dict[str, Any], Path | Non
     if _names_a_run(request.model):
         checkpoint = find_model(request.model)
         run = checkpoint.folder.parent.parent
-        return str(checkpoint.hf), {"model": f"{run.name}@{checkpoint.step}"}, run / "config.yaml"
+        return str(checkpoint.hf), {"model": f"{run.resolve().name}@{checkpoint.step}"}, run / "config.yaml"
     return request.model, {"model": request.model}, None
 
 
@@ -320,7 +323,9 @@ def _config(request: EvalRequest, model: str | None, run_config: Path | None) ->
     elif request.config is not None and (Path(request.config).expanduser() / "config.yaml").is_file():
         raise ConfigError(f"{request.config}: is a run; evaluate its model with --model {request.config}")
     elif request.config is not None and Path(request.config).expanduser().is_dir():
-        return load_config(_task_folders(request, request.config, model), overrides)
+        tree = _task_folders(request, request.config, model)
+        its_model = {**_of_its_model(run_config).get("model", {}), **tree["model"]}
+        return load_config({**tree, "model": its_model}, overrides)
     elif request.config is not None:
         source = request.config
         if request.env is not None and "envs" not in read_yaml(Path(source)):
@@ -333,21 +338,34 @@ def _config(request: EvalRequest, model: str | None, run_config: Path | None) ->
     elif model is None:
         raise ConfigError("nothing to evaluate: --env needs --model FOLDER, NAME or RUN")
     else:
-        source = {"name": "eval", "model": {"path": model}, "envs": [{"id": request.env}]}
+        source = {**_of_its_model(run_config), "name": "eval", "envs": [{"id": request.env}]}
     if model is not None:
         overrides = ["model.revision=null", *overrides, f"model.path={json.dumps(model)}"]
     config = load_config(source, overrides)
     return config if request.env is None else _with_one_environment(config, request.env)
 
 
+def _of_its_model(run_config: Path | None) -> dict[str, Any]:
+    """Return what the config of a model's run says of each answer, whatever the environment: its length, thinking and
+    end. It names no code, so the run may have been made elsewhere."""
+    if run_config is None:
+        return {}
+    run = load_config(run_config)
+    return {
+        "model": run.model.model_dump(mode="json", exclude={"path", "revision"}),
+        "rollout": run.rollout.model_dump(mode="json", include={"max_new_tokens", "stop"}),
+    }
+
+
 def _has_environment(config: Config, env_id: str) -> bool:
-    return any(env.id == env_id for env in config.envs)
+    return any(absolute(env.id) == absolute(env_id) for env in config.envs)
 
 
 def _with_one_environment(config: Config, env_id: str) -> Config:
     """Keep the environment `env_id` of the config; if it has none, its first one with another id."""
     first = config.envs[0].model_copy(update={"id": env_id, "task_source": None, "data": None, "reward": ()})
-    return config.model_copy(update={"envs": (next((env for env in config.envs if env.id == env_id), first),)})
+    named = (env for env in config.envs if absolute(env.id) == absolute(env_id))
+    return config.model_copy(update={"envs": (next(named, first),)})
 
 
 def _task_folders(request: EvalRequest, folder: str, model: str | None) -> dict[str, Any]:
@@ -377,8 +395,7 @@ def _settings(config: Config, endpoint: str | None) -> dict[str, Any]:
     of a folder, and who else plays."""
     own = {"revision", "max_length", "thinking", "chat_template_kwargs"} if endpoint is None else {"max_length"}
     seen = config.model.model_dump(mode="json", include=own, exclude_defaults=True)
-    folder = Path(config.model.path)
-    weights = _weights(folder) if endpoint is None and (folder / "config.json").is_file() else {}
+    weights = _weights(Path(config.model.path)) if endpoint is None else {}
     policies = config.model_dump(mode="json", include={"policies"}, exclude_defaults=True)
     return {**weights, **seen, **policies}
 
@@ -396,8 +413,12 @@ def _slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9.@]+", "-", text).strip("-.")[-60:]
 
 
-def _weights(folder: Path) -> dict[str, str]:
-    """Fingerprint of a model folder, so that results of replaced weights are not reused."""
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
+def _weights(model: Path) -> dict[str, str]:
+    """Fingerprint of the folder of a model or an adapter, or of a GGUF file, so that results of replaced weights,
+    tokenizers and chat templates are not reused; empty for a name."""
+    files = [model] if model.is_file() else sorted(model.iterdir()) if model.is_dir() else []
+    files = [path for path in files if path.suffix in _OF_A_MODEL]
+    if not files:
+        return {}
     described = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return {"weights": hashlib.sha256(json.dumps(described).encode()).hexdigest()[:12]}

@@ -91,6 +91,7 @@ class Evaluation:
     async def run(self, runner: EpisodeRunner, *, max_concurrent: int, status: Status | None = None) -> None:
         """Run the attempts missing in the folder. Each ended episode is on disk before the next is awaited, so that
         Ctrl-C or `kill -9` loses only running ones."""
+        self._journal.begin()
         minutes = self._eval.max_minutes
         scope = asyncio.timeout(None if minutes is None else minutes * 60 - self._seconds_before)
         try:

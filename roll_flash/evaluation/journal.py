@@ -39,10 +39,18 @@ class Journal:
             (folder / TRANSCRIPTS).mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{folder}: the results cannot be written there: {error.strerror}; give --out") from None
-        _check_plan(folder / PLAN_FILE, _as_read(plan))
+        self._plan, self._saved_plan = _as_read(plan), read_plan(folder)
         for record in read_records(folder):
             self._count(record)
+        if self.records and self._saved_plan is not None:
+            _require_same_plan(folder, self._saved_plan, self._plan)
         self._file = JsonLinesFile(folder / EPISODES_FILE)
+
+    def begin(self) -> None:
+        """Write the plan. It holds for the folder once an attempt has ended: before that, as after a start that failed
+        for a misspelt model, another one takes its place."""
+        if self._saved_plan is None or not self.records:
+            (self._folder / PLAN_FILE).write_text(json.dumps(self._plan, indent=2) + "\n")
 
     def forget_changed(self, specs: Sequence[EpisodeSpec]) -> None:
         """Forget attempts at tasks whose arguments have changed since, such as the rows of an edited file."""
@@ -128,16 +136,12 @@ def read_plan(folder: Path) -> dict[str, Any] | None:
     return plan
 
 
-def _check_plan(path: Path, plan: dict[str, Any]) -> None:
-    saved = read_plan(path.parent)
-    if saved is None:
-        path.write_text(json.dumps(plan, indent=2) + "\n")
-        return
+def _require_same_plan(folder: Path, saved: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
     for key, value in plan.items():
         if saved.get(key) != value:
             name, *values = _difference(key, saved.get(key), value)
             old, new = ("(the default)" if each is None else each for each in values)
-            raise ConfigError(f"{path.parent}: holds an evaluation with {name} {old}, not {new}; choose another folder")
+            raise ConfigError(f"{folder}: holds an evaluation with {name} {old}, not {new}; choose another folder")
 
 
 def _difference(key: str, old: Any, new: Any) -> tuple[str, Any, Any]:

@@ -18,8 +18,11 @@ from roll_flash.evaluation.statistics import (
 )
 from roll_flash.monitor.metrics import EVAL_REWARD, EVAL_SUCCESS, EVAL_SUCCESS_HIGH, EVAL_SUCCESS_LOW
 from roll_flash.run.trained_tasks import hashes_by_task, notes_on_tasks
+from roll_flash.terminal import one_line
 from roll_flash.types import ENDS_OF_THE_RUN
 
+MAX_MESSAGE = 300
+"""Characters of a failure's message in a table: it may quote an answer of an endpoint or an environment."""
 MAX_COUNT = 1e15
 """Larger numbers in what an environment says of its tools are no counts."""
 
@@ -67,6 +70,8 @@ class EvalResult:
     """Attempts retried in this call after infrastructure failures."""
     stopped: str | None = None
     """Reason why not all attempts ran: a budget, or too many consecutive failures."""
+    failure: str | None = None
+    """Cause, task and message of one attempt without a score."""
     notes: tuple[str, ...] = ()
     """Facts that a reader must know about the scores."""
     task_hashes: frozenset[str] = frozenset()
@@ -99,7 +104,8 @@ class EvalResult:
     def scores(self) -> str:
         """Success and reward in words; the reward alone where the environment reports no success."""
         named = (("success", self.success), ("reward", self.reward))
-        return ", ".join(f"{name} {estimate}" for name, estimate in named if estimate) or "nothing was scored"
+        found = ", ".join(f"{name} {estimate}" for name, estimate in named if estimate)
+        return found or f"nothing was scored{f' ({self.failure})' if self.failure else ''}"
 
     def metrics(self) -> dict[str, float]:
         """Metrics that a run logs."""
@@ -189,10 +195,22 @@ def score(
         usage=usage,
         tried_again=tried_again,
         stopped=stopped,
+        failure=_one_failure(records),
         notes=(*_notes(wanted, attempts, successes, silent, usage), *notes_on_tasks(hashes, trained)),
         task_hashes=frozenset(hashes.values()),
         trained_on=sum(name in trained for name in set(hashes.values())),
     )
+
+
+def _one_failure(records: Sequence[Mapping[str, Any]]) -> str | None:
+    """Describe a failure of the most frequent cause."""
+    failed = [record for record in records if record["kind"] == "failure"]
+    if not failed:
+        return None
+    ((most, _),) = Counter(record["cause"] for record in failed).most_common(1)
+    one = next(record for record in failed if record["cause"] == most)
+    message = one_line(str(one.get("message", "")))
+    return f"{most} at {one['task_id']}: {message:.{MAX_MESSAGE}}"
 
 
 def _by_task(records: Sequence[Mapping[str, Any]], column: str, hashes: Mapping[str, str]) -> list[list[Any]]:
@@ -239,6 +257,7 @@ def _table(result: EvalResult) -> str:
     rows += [
         ("ended by", counts_text(result.ends) or "none"),
         ("not scored", counts_text(result.failures) or "none"),
+        *([("for example", result.failure)] if result.failure else []),
         ("time-outs", counts_text(result.timeouts) or "none"),
         *(
             [("tried again", f"{result.tried_again} attempts, after infrastructure failed")]

@@ -17,8 +17,8 @@ from scripted_runner import ScriptedRunner
 
 from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.tree import Config, EnvConfig, load_config
-from roll_flash.errors import ConfigError, InferenceError
-from roll_flash.evaluation.evaluation import is_complete
+from roll_flash.errors import ConfigError, InferenceError, ModelError
+from roll_flash.evaluation.evaluation import evaluate_environments, is_complete
 from roll_flash.evaluation.journal import transcript_name
 from roll_flash.evaluation.tasks import build_episodes, held_out_tasks
 from roll_flash.evaluator import EvalRequest, plan_evaluation, run_evaluation
@@ -48,8 +48,8 @@ def model_folder(path: Path, text: str = "{}") -> Path:
     return path
 
 
-def finished_run(*steps: int) -> Config:
-    config = load_config(TREE)
+def finished_run(*steps: int, tree: dict[str, Any] | None = None) -> Config:
+    config = load_config(tree or TREE)
     with RunDir.create(config, resume=False) as run:
         for step in steps:
             with run.writing_checkpoint(step) as folder:
@@ -92,9 +92,15 @@ def test_a_checkpoint_is_chosen_by_its_step(reference: str) -> None:
 
 
 def test_a_run_can_be_evaluated_on_another_environment() -> None:
-    finished_run(3)
-    plan = plan_evaluation(EvalRequest(model="maze", env="Other-v0"))
+    model = {**TREE["model"], "thinking": "strip", "chat_template_kwargs": {"enable_thinking": True}}
+    finished_run(3, tree={**TREE, "model": model, "rollout": {"max_new_tokens": 512, "stop": ["END"]}})
+    plan = plan_evaluation(EvalRequest(model="maze", env="Other-v0", overrides=("rollout.max_new_tokens=500",)))
     assert (plan.config.envs[0].id, plan.config.envs[0].kwargs) == ("Other-v0", {})
+    assert plan.model == "runs/maze/checkpoints/step_3/hf"
+    assert plan.config.model.model_dump(include=model.keys() - {"path"}) == {
+        key: value for key, value in model.items() if key != "path"
+    }
+    assert (plan.config.rollout.max_new_tokens, plan.config.rollout.stop) == (500, ("END",))
 
 
 def test_a_model_by_name_is_not_mistaken_for_a_run() -> None:
@@ -177,7 +183,16 @@ def test_results_of_other_settings_are_not_reused(override: str) -> None:
     first = plan_evaluation(EvalRequest(config=config))
     other = plan_evaluation(EvalRequest(config=config, overrides=(override,)))
     assert first.folder != other.folder
-    assert not is_complete(first.config, Path("results"), label=first.label, about=first.about)
+    played = evaluate_environments(
+        ScriptedRunner(lambda spec: True),
+        first.config,
+        Path("results"),
+        label=first.label,
+        max_concurrent=1,
+        about=first.about,
+    )
+    asyncio.run(played)
+    assert is_complete(first.config, Path("results"), label=first.label, about=first.about)
     key = override.partition("=")[0].removeprefix("envs.0.").replace("model.", "about.")
     with pytest.raises(ConfigError, match=f"holds an evaluation with {key} [^N].*, not .*; choose another folder"):
         is_complete(other.config, Path("results"), label=other.label, about=other.about)
@@ -189,6 +204,36 @@ def test_weights_that_were_replaced_are_seen_also_if_the_config_names_them() -> 
     first = plan_evaluation(EvalRequest(config=config)).folder
     model_folder(folder, '{"new": 1}')
     assert first != plan_evaluation(EvalRequest(config=config)).folder
+
+
+@pytest.mark.parametrize(
+    ("file", "marks"),
+    [
+        ("model/chat_template.jinja", ["config.json"]),
+        ("model/adapter_model.safetensors", ["adapter_config.json"]),
+        ("model.gguf", []),
+    ],
+)
+def test_results_of_a_replaced_template_adapter_or_gguf_file_are_not_reused(file: str, marks: list[str]) -> None:
+    """An adapter that was trained on gave the scores of the one before."""
+    changed = Path(file)
+    Path("model").mkdir()
+    for name in marks:
+        Path("model", name).write_text("{}")
+    changed.write_text("before")
+    request = EvalRequest(env="Maze-v0", model=file.partition("/")[0])
+    first = plan_evaluation(request).folder
+    assert first == plan_evaluation(request).folder
+    changed.write_text("after it was trained on")
+    assert first != plan_evaluation(request).folder
+
+
+def test_a_misspelt_model_does_not_take_the_folder() -> None:
+    request = EvalRequest(env="TextFrozenLake-v0", model="tinny", out="results")
+    with pytest.raises(ModelError, match="tinny: no such model folder"):
+        asyncio.run(run_evaluation(request))
+    plan = plan_evaluation(replace(request, model="tiny"))
+    assert not is_complete(plan.config, plan.folder, label=plan.label, about=plan.about)
 
 
 def test_attempts_at_rows_that_have_changed_are_played_again(
@@ -353,6 +398,16 @@ def test_one_environment_of_a_config_is_evaluated_with_its_own_settings() -> Non
     assert (second.id, second.kwargs, second.max_turns) == ("B-v0", {"size": 5}, 2)
     (another,) = plan_evaluation(EvalRequest(config="two.yaml", env="C-v0")).config.envs
     assert (another.id, another.kwargs) == ("C-v0", {"size": 3})
+
+
+def test_an_environment_of_a_file_is_found_in_a_config_of_another_folder() -> None:
+    """The config has the whole path, as it is in another folder; the settings of the first environment were taken."""
+    Path("project").mkdir()
+    Path("project", "games.py").touch()
+    envs = [{"id": "games.py:A", "kwargs": {"size": 3}}, {"id": "games.py:B", "max_turns": 2}]
+    Path("project", "two.yaml").write_text(json.dumps({**TREE, "envs": envs}))
+    (second,) = plan_evaluation(EvalRequest(config="project/two.yaml", env="project/games.py:B")).config.envs
+    assert (second.kwargs, second.max_turns) == ({}, 2)
 
 
 def test_a_config_without_environments_takes_the_one_of_the_command_line() -> None:

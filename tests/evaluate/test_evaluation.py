@@ -105,6 +105,8 @@ def test_when_everything_fails_nothing_is_claimed() -> None:
     result = run(ScriptedRunner(lambda spec: "generate_error"))
     assert (result.scored, result.success, result.reward, result.pass_at_k) == (0, None, None, {})
     assert "nothing was scored" in result.table()
+    assert "generate_error at Maze-v0:1000: broke" in result.table(), "the reason was in files only"
+    assert result.scores == "nothing was scored (generate_error at Maze-v0:1000: broke)"
     assert result.metrics() == {"eval/failed": 8.0}
 
 
@@ -248,6 +250,16 @@ def test_a_folder_of_another_evaluation_is_refused(tmp_path: Path, options: dict
     run(ScriptedRunner(every_second_attempt), tmp_path)
     with pytest.raises(ConfigError, match="choose another folder"):
         run(ScriptedRunner(every_second_attempt), tmp_path, **options)
+
+
+def test_a_folder_in_which_no_attempt_has_ended_may_hold_any_evaluation(tmp_path: Path) -> None:
+    """After a start that failed for a misspelt model, the corrected command was refused."""
+    with pytest.raises(KeyboardInterrupt):
+        run(ScriptedRunner(every_second_attempt, stop_after=0), tmp_path, about={"model": "tinny"})
+    assert run(ScriptedRunner(every_second_attempt), tmp_path, about={"model": "tiny"}).scored == 8
+    assert json.loads((tmp_path / "plan.json").read_text())["about"] == {"model": "tiny"}
+    with pytest.raises(ConfigError, match=r"holds an evaluation with about\.model tiny, not tinny"):
+        run(ScriptedRunner(every_second_attempt), tmp_path, about={"model": "tinny"})
 
 
 RECORD = {"episode_id": "a:1:0", "kind": "trajectory", "task_id": "a:1", "reward": 1.0}
