@@ -24,6 +24,9 @@ SOLVED_FROM = 0.5
 """Minimum success rate of a solved task."""
 _ROUNDING = 1e-9
 """Differences that are further apart are not equal: 1 - 2/3 and 2/3 - 1/3 are, up to rounding."""
+_OF_OTHER_KINDS = ("about.model", "about.weights", "about.revision", "about.endpoint", "sampling.seed")
+"""What two evaluations are expected to differ in."""
+_DEFAULT = "as by default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class Side:
     """Maximum scored attempts per task."""
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What else the scores depend on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +159,7 @@ def compare_folders(a: str | Path, b: str | Path) -> Comparison:
         float(b_of.mean()),
         estimate_difference((b_of - a_of).tolist()),
         pairs,
-        (*_notes(side_a, side_b, len(pairs)), *notes_on_tasks(hashes, ())),
+        (*_notes(side_a, side_b, len(pairs)), *_notes_on_rows(side_a, side_b, pairs), *notes_on_tasks(hashes, ())),
     )
 
 
@@ -189,8 +194,17 @@ def _read(folder: Path) -> tuple[Side, dict[str, list[Record]]]:
         attempts.sort(key=lambda record: str(record["episode_id"]))
     model = plan.get("about", {}).get("model", folder.name)
     name = f"{plan.get('env_id', PLAN_FILE + ' is missing')} with {model}"
-    side = Side(folder, name, len(tasks), max(map(len, tasks.values())), plan.get("env_kwargs") or {})
+    kwargs, settings = plan.get("env_kwargs") or {}, _settings(plan)
+    side = Side(folder, name, len(tasks), max(map(len, tasks.values())), kwargs, settings)
     return side, dict(sorted(tasks.items()))
+
+
+def _settings(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an evaluation, by dotted key, without the model and what chooses tasks and samples."""
+    nested = {key: plan.get(key) or {} for key in ("sampling", "about")}
+    found = {f"{key}.{name}": value for key, tree in nested.items() for name, value in tree.items()}
+    found |= {key: plan.get(key) for key in ("max_turns", "reward")}
+    return {key: value for key, value in found.items() if key not in _OF_OTHER_KINDS}
 
 
 def _notes(a: Side, b: Side, common: int) -> list[str]:
@@ -201,6 +215,17 @@ def _notes(a: Side, b: Side, common: int) -> list[str]:
         notes.append(
             f"A was made with {kwargs[0]} and B with {kwargs[1]}: tasks of the same name may not be the same tasks"
         )
+    for key in sorted({*a.settings, *b.settings}):
+        of_a, of_b = (side.settings.get(key, _DEFAULT) for side in (a, b))
+        if of_a != of_b and None not in (of_a, of_b):  # older versions did not note all
+            notes.append(
+                f"A was made with {key} {of_a!s:.80} and B with {of_b!s:.80}: that alone may make a difference"
+            )
+    if others := _in_both(a.folder, b.folder):
+        notes.append(
+            f"these are the first environments only; for the others: eval-diff {a.folder / others[0]} "
+            f"{b.folder / others[0]}" + (f", and so on to {others[-1]}" if len(others) > 1 else "")
+        )
     if a.attempts != b.attempts:
         notes.append(
             f"A has up to {a.attempts} attempts at each task and B {b.attempts}: the means are compared, pass@k only "
@@ -210,6 +235,31 @@ def _notes(a: Side, b: Side, common: int) -> list[str]:
         if side.tasks > common:
             notes.append(f"{side.tasks - common} tasks of {name} have no counterpart and are left out")
     return notes
+
+
+def _notes_on_rows(a: Side, b: Side, pairs: Sequence[TaskPair]) -> list[str]:
+    """Tell of tasks that have one name and come from different rows, or from the same ones with another template."""
+    if a.env_kwargs != b.env_kwargs:
+        return []  # all differ, and that is told
+    differing = {pair.task_id: names for pair in pairs if (names := _differing_arguments(pair))}
+    if not differing:
+        return []
+    names = ", ".join(sorted({name for names in differing.values() for name in names}))
+    return [
+        f"{len(differing)} tasks have other arguments ({names}) in A and B, such as {_first(differing)}: tasks of the "
+        "same name may not be the same tasks"
+    ]
+
+
+def _differing_arguments(pair: TaskPair) -> set[str]:
+    a, b = (attempts[-1].get("env_kwargs") or {} for attempts in (pair.attempts_a, pair.attempts_b))
+    return {name for name in {*a, *b} - {"rewards"} if a.get(name) != b.get(name)}
+
+
+def _in_both(a: Path, b: Path) -> list[str]:
+    """Return the names of the folders with further environments, in order."""
+    names = sorted((path.name for path in a.glob("env_*")), key=lambda name: (len(name), name))
+    return [name for name in names if all((folder / name / EPISODES_FILE).is_file() for folder in (a, b))]
 
 
 def _mean(records: Sequence[Record], measure: str) -> float:

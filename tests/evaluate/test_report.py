@@ -54,7 +54,7 @@ class Talkative(ScriptedRunner):
 
 def run(folder: Path, script: Any, *, label: str = "test", attempts: int = 2, **changes: Any) -> EvalResult:
     plan = EvalConfig(tasks=4, attempts=attempts, seeds_from=changes.pop("seeds_from", 1000))
-    env = EnvConfig(id="Maze-v0", kwargs=changes.pop("kwargs", {}))
+    env = changes.get("env") or EnvConfig(id="Maze-v0", kwargs=changes.pop("kwargs", {}))
     about = {"model": ATTACKS[1]}
     runner = Talkative(script)
     return asyncio.run(
@@ -62,7 +62,7 @@ def run(folder: Path, script: Any, *, label: str = "test", attempts: int = 2, **
             runner,
             env=env,
             eval=plan,
-            sampling=SamplingParams(),
+            sampling=changes.get("sampling", SamplingParams()),
             max_concurrent=3,
             folder=folder,
             label=label,
@@ -232,6 +232,43 @@ def test_tasks_of_the_same_name_in_a_different_environment_are_pointed_out(tmp_p
     (note,) = compare_folders(tmp_path / "a", tmp_path / "b").notes
     assert "A was made with size=3 and B with size=4" in note
     assert compare_folders(tmp_path / "a", tmp_path / "a").notes == ()
+
+
+def test_settings_that_make_a_difference_of_their_own_are_pointed_out(tmp_path: Path) -> None:
+    """Another reward, temperature or limit was compared without a word."""
+    run(tmp_path / "a", by_seed(1000))
+    sampling = SamplingParams(temperature=0.5, max_new_tokens=8, seed=3)
+    run(tmp_path / "b", by_seed(1001), sampling=sampling, env=EnvConfig(id="Maze-v0", max_turns=2))
+    notes = compare_folders(tmp_path / "a", tmp_path / "b").notes
+    assert [note.partition(":")[0] for note in notes] == [
+        "A was made with max_turns 8 and B with 2",
+        "A was made with sampling.max_new_tokens 64 and B with 8",
+        "A was made with sampling.temperature 1.0 and B with 0.5",
+    ]
+
+
+def test_rows_and_rewards_that_differ_are_pointed_out(tmp_path: Path) -> None:
+    train = tmp_path / "train.jsonl"
+    train.write_text('{"prompt": "2 + 2?", "answer": "4"}\n')
+    for name, answer, reward in (("a", "2", "exact"), ("b", "3", "number")):
+        rows = tmp_path / name / "test.jsonl"
+        rows.parent.mkdir()
+        rows.write_text(json.dumps({"prompt": "1 + 1?", "answer": answer}) + '\n{"prompt": "Else?", "answer": "4"}\n')
+        data = {"path": str(train), "held_out": str(rows)}
+        env = EnvConfig.model_validate({"id": "Dataset-v0", "data": data, "reward": reward})
+        run(tmp_path / name, lambda spec: True, env=env)
+    notes = compare_folders(tmp_path / "a", tmp_path / "b").notes
+    assert notes[0].startswith("A was made with reward [{'function': 'exact'")
+    assert notes[-1].startswith("1 tasks have other arguments (answer) in A and B, such as train/held_out/0:")
+
+
+def test_further_environments_are_named(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        for folder in ("", "env_1", "env_2", "env_10"):
+            run(tmp_path / name / folder, by_seed(1000))
+    (note,) = compare_folders(tmp_path / "a", tmp_path / "b").notes
+    places = f"eval-diff {tmp_path}/a/env_1 {tmp_path}/b/env_1, and so on to env_10"
+    assert note == f"these are the first environments only; for the others: {places}"
 
 
 def test_what_cannot_be_compared_is_one_clear_error(tmp_path: Path) -> None:
