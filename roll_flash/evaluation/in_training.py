@@ -15,9 +15,10 @@ from typing import Any
 
 from roll_flash.config.tree import Config
 from roll_flash.errors import ConfigError, RollFlashError
-from roll_flash.evaluation.evaluation import EpisodeRunner, evaluate_environments
+from roll_flash.evaluation.evaluation import EpisodeRunner, evaluate_environments, is_complete
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.processes.background import start_background
+from roll_flash.run.files import free_name
 
 SHARE_BESIDE_TRAINING = 4
 """Divisor: without `eval.max_concurrent`, an evaluation during training gets a quarter of `rollout.max_concurrent`."""
@@ -38,6 +39,7 @@ async def evaluate_version(
     Returns the result of the first environment, with those of the others in its `others`.
     """
     name = f"step_{version}"
+    _set_another_aside(config, folder / name, name)
     result = await evaluate_environments(
         runner, config, folder / name, label=lambda _: name, max_concurrent=max_concurrent, trained=trained
     )
@@ -45,6 +47,16 @@ async def evaluate_version(
     for env, other in result.others.items():
         metrics |= {f"{env}/{figure}": value for figure, value in _figures(other).items()}
     return result, metrics
+
+
+def _set_another_aside(config: Config, folder: Path, label: str) -> None:
+    """Rename what an earlier start of the run has evaluated at this version with other settings, or what is damaged."""
+    if not folder.is_dir():
+        return
+    try:
+        is_complete(config, folder, label=lambda _: label)
+    except ConfigError:
+        folder.rename(free_name(folder))
 
 
 async def recorded_evaluation(config: Config, folder: Path) -> EvalResult | None:

@@ -179,6 +179,16 @@ def test_a_run_that_goes_on_has_the_evaluation_of_its_first_start_if_settings_ar
     asyncio.run(evaluated())
 
 
+def test_a_run_that_goes_on_with_other_settings_sets_the_evaluation_of_its_version_aside(tmp_path: Path) -> None:
+    """A finished run that went on with another `eval.temperature` ended with the advice to choose another folder."""
+    runner = ScriptedRunner(lambda spec: True)
+    for temperature in (0.0, 0.0, 0.5):
+        asyncio.run(evaluate_version(runner, config(temperature=temperature), tmp_path, 2, max_concurrent=1))
+    assert sorted(os.listdir(tmp_path)) == ["step_2", "step_2.bak"]
+    plans = [json.loads((tmp_path / name / "plan.json").read_text()) for name in ("step_2", "step_2.bak")]
+    assert [plan["sampling"]["temperature"] for plan in plans] == [0.5, 0.0]
+
+
 def test_evaluations_of_a_run_know_what_it_was_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
