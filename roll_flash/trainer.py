@@ -37,6 +37,7 @@ from roll_flash.run.run_dir import RunDir, check_run_folder
 from roll_flash.stream import LearnerLoader
 from roll_flash.summary import summarize
 from roll_flash.system.learner_restart import LearnerRestart
+from roll_flash.system.resume import check_tasks
 from roll_flash.system.start_checks import check_parts, check_sandboxes
 from roll_flash.system.system import Start, System, open_system
 from roll_flash.types import MIN_GROUP_SIZE, FinishedEpisode, FinishedGroup
@@ -66,6 +67,8 @@ def train(config: Config | str | Path, *, resume: bool = False, on_step: OnStep 
     # Report problems before a run folder of this name exists, those that are found at once first.
     check_run_folder(config, resume=resume)
     checked = check_parts(config)
+    if resume:
+        check_tasks(config)
     if config.ray.address is None:  # else workers may be on other nodes, which are checked when their places are known
         run_to_end(check_sandboxes(config, checked.sandboxes))
     with (
@@ -136,6 +139,7 @@ class Trainer:
 
     async def run(self) -> dict[str, Any]:
         system = self._system
+        self._progress.show(step=self._version)
         self._diagnosis.go_on(system.run_dir.folder)
         evaluated_at, before = await self._evaluation_before()
         watching = background_task(self._restart.watch(), "the watch over the learner")

@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 
 from roll_flash.config.tree import Config, load_config
+from roll_flash.envs.task_sources import open_tasks
 from roll_flash.errors import CheckpointError, ConfigError, RunError
 from roll_flash.monitor.episodes import EpisodesWriter, find_trajectories, read_episodes
 from roll_flash.monitor.progress import Progress
+from roll_flash.monitor.status import read_status
 from roll_flash.run import run_dir, scale_request
 from roll_flash.run.checkpoints.disk_use import check_disk, checkpoint_bytes
 from roll_flash.run.run_dir import (
@@ -33,7 +35,7 @@ from roll_flash.run.run_dir import (
     list_checkpoints,
 )
 from roll_flash.system import system
-from roll_flash.system.resume import resume
+from roll_flash.system.resume import check_tasks, resume
 from roll_flash.types import EpisodeFailure, Task, Trajectory, Turn
 
 TASK = Task("Maze-v0:7", "Maze-v0", 7, {"size": 3})
@@ -138,6 +140,7 @@ def test_resume_of_a_run_that_is_not_there_says_so(tmp_path: Path) -> None:
         ({"envs": [{"id": "Maze-v0", "kwargs": {"size": 9}}]}, "envs.0.kwargs"),
         ({"envs": [{"id": "Maze-v0", "task_source": {"entry_point": "mine.py:rows"}}]}, "envs.0.task_source"),
         ({"envs": [{"id": "Maze-v0", "weight": 3.0}]}, "envs.0.weight"),
+        ({"seed": 1}, "seed"),
         ({"learner": {"advantage": "rloo"}}, "learner.advantage"),
         ({"learner": {"loss": {"name": "ppo"}}}, "learner.loss.name"),
         ({"learner": {"lora": {"alpha": 8.0}}}, "learner.lora.alpha"),
@@ -150,6 +153,60 @@ def test_resume_with_another_model_environment_or_algorithm_is_refused(
     RunDir.create(config(tmp_path), resume=False).close()
     with pytest.raises(ConfigError, match=f"^{key}: the run in .* was started with"):
         RunDir.create(config(tmp_path, **changes), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("envs", "line"),
+    [
+        ([{}, {"kwargs": {"size": 9}}], "envs.1.kwargs: the run in .* was started with {'size': 4}, not {'size': 9}"),
+        ([{}, {"train_seeds": [5, 9]}], r"envs.1.train_seeds: .* with \[0, 1000000\], not \[5, 9\]"),
+        ([{}], "the number of envs: the run in .* was started with 2, not 1, and .*; resume it with that value"),
+    ],
+)
+def test_resume_names_the_environment_and_the_key_that_changed(tmp_path: Path, envs: list[Any], line: str) -> None:
+    begun = [{"id": "Maze-v0"}, {"id": "Other-v0", "kwargs": {"size": 4}}]
+    RunDir.create(config(tmp_path, envs=begun), resume=False).close()
+    changed = [{**before, **now} for before, now in zip(begun, envs, strict=False)]
+    with pytest.raises(ConfigError, match=f"^{line}"):
+        RunDir.create(config(tmp_path, envs=changed), resume=True)
+
+
+def test_resume_may_change_the_turns_of_any_environment(tmp_path: Path) -> None:
+    begun = [{"id": "Maze-v0"}, {"id": "Other-v0"}]
+    RunDir.create(config(tmp_path, envs=begun), resume=False).close()
+    changed = config(tmp_path, envs=[begun[0], {**begun[1], "max_turns": 3}])
+    assert check_run_folder(changed, resume=True) == ["envs.1.max_turns: 8 -> 3"]
+
+
+STATE = {"mark": "x", "version": 2, "next_group": 4, "groups": [], "requeued": [], "tasks": {}, "async_ratio": None}
+
+
+def test_the_status_of_a_run_that_goes_on_begins_at_its_step(tmp_path: Path) -> None:
+    """It said step 0 until the next step had ended, and for ever if there was none left."""
+    with RunDir.create(config(tmp_path), resume=False) as run, run.writing_checkpoint(5) as folder:
+        (folder / "trainer.json").write_text(json.dumps(STATE))
+    with (
+        RunDir.create(config(tmp_path), resume=True) as run,
+        Progress(9, stream=io.StringIO(), run_folder=run.folder) as progress,
+    ):
+        checked = Mock(model_folder=tmp_path, sandboxes=[], fit=None)
+        system.Start.of(config(tmp_path), run, checked, resume=True).announce(progress)
+    assert read_status(run.folder).step == 5
+
+
+def test_resume_with_other_rows_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """It was refused when servers and learner ran, with the advice to move the journal away."""
+    rows = [f'{{"prompt": "{number} + 1?", "answer": {number + 1}}}' for number in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    env = {"id": "Dataset-v0", "data": str(tmp_path / "rows.jsonl"), "reward": "number"}
+    settings = config(tmp_path, envs=[env])
+    check_tasks(settings)
+    with RunDir.create(settings, resume=False) as run, run.writing_checkpoint(2) as folder:
+        (folder / "trainer.json").write_text(json.dumps({**STATE, "tasks": open_tasks(settings).state()}))
+    check_tasks(settings)
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows[1:]))
+    with pytest.raises(CheckpointError, match=r"step_2: the training rows of .* has changed; put back what it was"):
+        check_tasks(settings)
 
 
 def test_resume_with_another_kind_of_critic_is_refused(tmp_path: Path) -> None:

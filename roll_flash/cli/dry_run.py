@@ -18,6 +18,7 @@ from roll_flash.processes.background import DaemonThreads
 from roll_flash.processes.ray.local_ray import local_ray, own_gpus, unused_gpus
 from roll_flash.run.checkpoints.disk_use import check_disk
 from roll_flash.run.run_dir import check_run_folder, list_checkpoints
+from roll_flash.system.resume import check_tasks
 from roll_flash.system.start_checks import check_parts
 from roll_flash.types import Task
 
@@ -29,6 +30,8 @@ def dry_run(config: Config, *, resume: bool = False) -> list[str]:
     """
     changes = [f"changed by --resume: {line}" for line in check_run_folder(config, resume=resume)]
     checked = check_parts(config)
+    if resume:
+        check_tasks(config)
     prompts = PromptCheck(config, checked.model_folder) if checked.model_folder is not None else None
     tried = [line for task in checked.first_tasks for line in asyncio.run(_try_environment(config, task, prompts))]
     tasks = "tasks: as many as their source gives" if checked.tasks is None else f"tasks: {checked.tasks:,} to train on"
@@ -81,6 +84,8 @@ async def _reset(config: Config, task: Task, env: AsyncEnvironment, prompts: Pro
         raise
     except (Exception, SystemExit) as error:  # user code may raise anything
         raise EnvError(f"{task.env_id}: reset(seed={task.seed}) raised {described(error)}") from error
+    if not messages and not env.runs_own_loop:
+        raise EnvError(f"{task.env_id}: reset returned an empty observation; say what the task is")
     line = f"environment: {task.env_id} resets with {len(messages)} messages"
     if prompts is None or env.sandbox_env is None or env.runs_own_loop or not messages:
         return line  # without a sandbox, `check_parts` has rendered the prompt

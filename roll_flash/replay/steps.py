@@ -20,12 +20,16 @@ from roll_flash.learner.open import open_learner
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.background import cancel_on_failure, first_failure
 from roll_flash.processes.interrupt import run_to_end
+from roll_flash.run.config_changes import changed_keys
 from roll_flash.run.journal import journal_files
 from roll_flash.run.run_dir import Checkpoint, list_checkpoints, require_undamaged
 from roll_flash.run.verify import SHOWN, Finding
 from roll_flash.sandboxes.scratch import scratch_folder
 from roll_flash.system.resume import restore_learner
 from roll_flash.system.system import open_models
+
+_OF_THE_LEARNER = ("learner.", "model.", "rollout.temperature", "scheduler.groups_per_step", "steps")
+"""Begin of the names of keys on which the weights after a recorded step may depend."""
 
 
 def repeat_steps(folder: Path, note: Callable[[str], None]) -> Finding:
@@ -47,7 +51,17 @@ def repeat_steps(folder: Path, note: Callable[[str], None]) -> Finding:
         return Finding("repeated", True, f"the steps after {begin} lead to checkpoint {last.step}, bit by bit")
     shown = ", ".join(differences[:SHOWN]) + (" ..." if len(differences) > SHOWN else "")
     detail = f"the steps after {begin} lead to other weights than those of checkpoint {last.step}"
-    return Finding("repeated", False, f"{detail}: {len(differences)} tensors differ: {shown}")
+    return Finding(
+        "repeated", False, f"{detail}: {len(differences)} tensors differ: {shown}{_of_a_resume(config, folder)}"
+    )
+
+
+def _of_a_resume(config: Config, folder: Path) -> str:
+    """Name what resumes have changed of the learner: the steps before were trained with the old values."""
+    before = [load_config(path) for path in sorted(folder.glob("config.yaml.bak*"))]
+    lines = dict.fromkeys(line for each in before for line in changed_keys(each, config))
+    changes = [line for line in lines if line.startswith(_OF_THE_LEARNER)]
+    return f"; the run was resumed with other settings, which may be why: {', '.join(changes)}" if changes else ""
 
 
 def _stretch(config: Config, folder: Path) -> tuple[Checkpoint | None, Checkpoint]:

@@ -11,6 +11,7 @@ from roll_flash.monitor.exporters.config_values import leaves
 
 _WEIGHTS = "the checkpoint's weights have its names and shapes"
 _TASKS = "the checkpoint has the place in its tasks"
+_OF_TASKS = {"id", "kwargs", "levels", "task_source", "train_seeds", "weight"}
 _METHOD = "unfinished groups were begun for it"
 
 
@@ -23,7 +24,7 @@ def check_same_run(config: Config, folder: Path) -> list[str]:
     if not saved_path.is_file():
         raise ConfigError(f"{folder}: there is no run to resume; start it without --resume")
     saved = load_config(saved_path)
-    for (key, old, reason), (_, new, _) in zip(_fixed(saved), _fixed(config), strict=True):
+    for (key, old, reason), (_, new, _) in zip(_fixed(saved), _fixed(config), strict=False):
         if old != new:
             raise ConfigError(
                 f"{key}: the run in {folder} was started with {old!r}, not {new!r}, and {reason}; "
@@ -34,16 +35,17 @@ def check_same_run(config: Config, folder: Path) -> list[str]:
 
 def _fixed(config: Config) -> list[tuple[str, Any, str]]:
     """Keys that a run keeps: name, value, reason."""
-    model, first, learner = config.model, config.envs[0], config.learner
+    model, learner = config.model, config.learner
     return [
         ("model.path", model.path, _WEIGHTS),
         ("model.revision", model.revision, _WEIGHTS),
-        ("envs.0.id", first.id, _TASKS),
-        ("envs.0.kwargs", first.kwargs, _TASKS),
-        ("envs.0.levels", first.levels, _TASKS),
-        ("envs.0.task_source", first.task_source, _TASKS),
-        ("envs.0.weight", first.weight, _TASKS),
-        ("envs after the first", config.envs[1:], _TASKS),
+        ("the number of envs", len(config.envs), _TASKS),
+        *(
+            (f"envs.{index}.{key}", value, _TASKS)
+            for index, env in enumerate(config.envs)
+            for key, value in env.model_dump(mode="json", include=_OF_TASKS).items()
+        ),
+        ("seed", config.seed, "the order of its tasks depends on it"),
         ("learner.engine", learner.engine, "each engine has checkpoints of its own"),
         ("learner.advantage", learner.advantage, _METHOD),
         ("learner.critic.kind", learner.critic.kind, _WEIGHTS),

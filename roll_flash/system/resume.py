@@ -17,11 +17,12 @@ from typing import Any
 from roll_flash.checked_files import decode, read_checked
 from roll_flash.config.tree import Config
 from roll_flash.engines.learner import LearnerEngine, StepResult
+from roll_flash.envs.task_sources import open_tasks
 from roll_flash.errors import CheckpointError, LearnerError, LearnerLostError
 from roll_flash.monitor.episodes import find_trajectories, next_group_number
 from roll_flash.rollout.recovery import RecordedStep, Recovery
 from roll_flash.run.journal import Damage, cut_at, read_journal, set_aside
-from roll_flash.run.run_dir import Checkpoint, RunDir
+from roll_flash.run.run_dir import Checkpoint, RunDir, list_checkpoints
 from roll_flash.stream import finished_episode
 from roll_flash.types import FinishedEpisode, FinishedGroup, Task
 
@@ -46,6 +47,28 @@ def read_state(checkpoint: Checkpoint) -> Recovery:
         return Recovery.of(decode(read_checked(checkpoint.trainer)))
     except (OSError, ValueError) as error:
         raise unreadable(checkpoint, error) from None
+
+
+def check_tasks(config: Config) -> None:
+    """Raises CheckpointError if a run that goes on would not have the rows of its newest checkpoint.
+
+    A task source of the user, which may take minutes to make, is asked only when the run has started; a checkpoint that
+    cannot be read is named when the run's folder is opened.
+    """
+    found = list_checkpoints(config.run_folder)
+    has_rows = any(env.data is not None for env in config.envs)
+    if not found or not has_rows or any(env.task_source is not None for env in config.envs):
+        return
+    try:
+        state = read_state(found[-1]).tasks
+    except CheckpointError:
+        return
+    try:
+        open_tasks(config).restore(state)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{found[-1].folder}: {error}; put back what it was, or start another run with name=OTHER"
+        ) from None
 
 
 def unreadable(checkpoint: Checkpoint, error: Exception) -> CheckpointError:

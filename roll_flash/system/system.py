@@ -205,6 +205,7 @@ class Start:
 
     def announce(self, progress: Progress) -> None:
         config = self.config
+        progress.show(step=0 if self.checkpoint is None else self.checkpoint.step)
         for change in self.run_dir.config_changes:
             progress.note(f"changed by this resume: {change}")
         progress.note(self.disk)

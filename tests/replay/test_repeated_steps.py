@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from roll_flash.config.tree import load_config
 from roll_flash.errors import CheckpointError, RunError
-from roll_flash.replay.steps import compare_models, repeat_steps
+from roll_flash.replay.steps import _of_a_resume, compare_models, repeat_steps
 from roll_flash.run.run_dir import RunDir
 
 
@@ -47,6 +47,18 @@ def test_a_model_with_other_tensors_is_named(tmp_path: Path) -> None:
     one, other = model(tmp_path / "one", a=torch.zeros(1)), model(tmp_path / "other", b=torch.zeros(1))
     with pytest.raises(CheckpointError, match="only one of them has a, b"):
         compare_models(one, other)
+
+
+def test_other_weights_after_a_resume_with_other_settings_name_these(tmp_path: Path) -> None:
+    """A run that was resumed with another learning rate was called wrong, without a word about that."""
+    folder = run_with(tmp_path, 1)
+    config = load_config(folder / "config.yaml")
+    assert _of_a_resume(config, folder) == ""
+    changes = ["learner.learning_rate=3e-5", "checkpoint.keep=2"]
+    changed = load_config(folder / "config.yaml", changes)
+    RunDir.create(changed, resume=True).close()
+    said = _of_a_resume(changed, folder)
+    assert said.endswith("which may be why: learner.learning_rate: 1e-05 -> 3e-05")
 
 
 def run_with(folder: Path, *steps: int) -> Path:
