@@ -15,6 +15,7 @@ from pathlib import Path
 from string import Template
 
 from roll_flash.errors import ConfigError
+from roll_flash.models.prepare import RECIPES
 from roll_flash.run.run_dir import require_new
 
 ABOUT = {
@@ -42,9 +43,9 @@ def write_project(folder: str, kind: str, model: str) -> Project:
     """
     require_kind(kind)
     path, module = require_place(folder)
-    class_name = "".join(part[:1].upper() + part[1:] for part in re.split("[-_]", path.name))
+    class_name = _class_name(path.name)
     words = {"project": module.replace("_", "-"), "module": module, "cls": class_name, "id": f"{class_name}-v0"}
-    words |= {"model": json.dumps(model), "length": str(_LENGTHS.get(model, _LENGTH))}
+    words |= {"model": json.dumps(_place_of(model)), "length": str(_LENGTHS.get(model, _LENGTH))}
     words["engine"] = _ENGINE if model == "tiny" else ""
     files = {file: Template(text).substitute(words) for file, text in _FILES[kind](module).items()}
     try:
@@ -54,6 +55,12 @@ def write_project(folder: str, kind: str, model: str) -> Project:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}; choose another folder") from None
     return Project(path, tuple(files))
+
+
+def _place_of(model: str) -> str:
+    """Return a model as a config in another folder names it: a file or folder here with its whole path."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if model not in RECIPES and path.exists() else model
 
 
 def require_kind(kind: str) -> None:
@@ -71,16 +78,20 @@ def require_place(folder: str) -> tuple[Path, str]:
             f"{name!r}: a name is letters, digits and hyphens, and begins with a letter, such as word-count"
         )
     module = name.replace("-", "_").lower()
-    if keyword.iskeyword(module):
+    if keyword.iskeyword(module) or keyword.iskeyword(_class_name(name)):
         raise ConfigError(f"{name!r} is a word of Python; choose another name")
     if _is_module_elsewhere(module):
         raise ConfigError(f"{name!r} is the name of a module of Python or of a package; choose another name")
     return path, module
 
 
+def _class_name(name: str) -> str:
+    return "".join(part[:1].upper() + part[1:] for part in re.split("[-_]", name))
+
+
 def _is_module_elsewhere(name: str) -> bool:
     """True for the name of a module that programs import: a file of this name beside them would hide it."""
-    if name in sys.stdlib_module_names:
+    if name in sys.stdlib_module_names or name == "roll_flash":  # which may be installed from its folder
         return True
     found = PathFinder.find_spec(name, [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
     return found is not None and found.origin is not None

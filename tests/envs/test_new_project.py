@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from roll_flash.cli.main import main
+from roll_flash.config.tree import load_config
 from roll_flash.envs.new_project import ABOUT, write_project
 from roll_flash.errors import ConfigError
 
@@ -88,7 +89,9 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path, capsys: pyt
     assert "is not empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["1st", "2048", "a b", "class", "-x-", "a/..b", "random", "Calendar", "numpy"])
+@pytest.mark.parametrize(
+    "name", ["1st", "2048", "a b", "class", "-x-", "a/..b", "random", "Calendar", "numpy", "none", "roll-flash"]
+)
 def test_a_name_that_cannot_be_a_projects_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="name"):
         write_project(name, "tools", "tiny")
@@ -114,6 +117,14 @@ def test_a_place_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixtur
 def test_another_kind_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="choose one of data, environment, tools"):
         write_project("mine", "game", "tiny")
+
+
+def test_a_models_folder_is_found_from_the_project(tmp_path: Path) -> None:
+    """The project is another folder, in which a path as it was given leads to nothing, or to something else."""
+    Path("models", "mine").mkdir(parents=True)
+    assert main(["init", "word-count", "--kind", "tools", "--model", "models/mine"]) == 0
+    model = load_config("word-count/train.yaml").model.path
+    assert model == str(tmp_path / "models" / "mine")
 
 
 def test_a_models_name_is_quoted(tmp_path: Path) -> None:
