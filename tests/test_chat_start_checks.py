@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,16 @@ def test_a_template_that_refuses_the_system_message_is_one_line(rows: Path, tmp_
         check(rows, folder, system="Be brief.")
 
 
+def test_a_template_without_an_end_of_turn_is_said(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = model_with(tmp_path, CHAT_TEMPLATE.replace("<|im_end|>", ""))
+    check(rows, folder, "rollout.stop=[END]")
+    assert "shows no special token" not in capsys.readouterr().err
+    check(rows, folder)
+    assert "the chat template shows no special token at the end of a turn of the model" in capsys.readouterr().err
+
+
 WITHOUT_SYSTEM = "{% set messages = messages | rejectattr('role', 'eq', 'system') | list %}" + CHAT_TEMPLATE
 
 
@@ -85,6 +96,43 @@ def test_the_prompt_of_an_environment_is_rendered_too(tmp_path: Path) -> None:
     with pytest.raises(RollFlashError, match="leaves no room"):
         check_parts(load_config(tree | {"model": {"path": "tiny", "max_length": 30}}, ["rollout.max_new_tokens=8"]))
     check_parts(load_config(tree | {"model": {"path": "tiny", "max_length": 2000}}))
+
+
+ENVIRONMENTS = """
+import roll_flash
+
+
+class Silent(roll_flash.Env):
+    async def reset(self, *, seed=None, options=None):
+        return "", {}
+
+
+class Unseeded(roll_flash.Env):
+    async def reset(self):
+        return "Hello", {}
+
+
+class Broken(roll_flash.Env):
+    async def reset(self, *, seed=None, options=None):
+        return self.prices["fig"], {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Silent", "EnvError: reset returned an empty observation"),
+        ("Unseeded", "TypeError: .*unexpected keyword argument 'seed'"),
+        ("Broken", r"AttributeError: .*no attribute 'prices' \(mine.py:17\)"),
+    ],
+)
+def test_a_first_task_that_cannot_begin_is_said_before_servers_start(
+    name: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(ENVIRONMENTS)
+    check_parts(load_config({"model": {"path": "tiny"}, "envs": [{"id": f"{file}:{name}"}]}))
+    assert re.search(f"cannot begin, and others may not: {why}", capsys.readouterr().err)
 
 
 def test_a_thinking_model_with_few_new_tokens_is_warned_of(

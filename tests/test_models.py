@@ -98,6 +98,15 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         resolve_model(folder)
 
 
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "weights.safetensors"])
+def test_weights_that_transformers_would_not_find_are_refused(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model("tiny"), folder)
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(ModelError, match=f"it has {name}, but neither model.safetensors nor the list of its parts"):
+        resolve_model(folder)
+
+
 def changed_json(file: Path, **changes: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from roll_flash.chat.rendered_conversation import open_conversation
-from roll_flash.chat.tokenizer import load_tokenizer
+from roll_flash.chat.tokenizer import load_checked_tokenizer
 from roll_flash.config.tree import Config, load_config
 from roll_flash.envs.check.checks import EnvReport, check_environment
 from roll_flash.envs.check.datasets import Room, check_data_set
@@ -42,7 +42,7 @@ def _room(config: Config) -> Room | None:
         folder = resolve_model(config.model.path, config.model.revision)
     except ModelError:
         return None
-    tokenizer = load_tokenizer(folder, config.model.chat_template_kwargs)
+    tokenizer = load_checked_tokenizer(folder, config.model.chat_template_kwargs)
 
     def count(messages: Sequence[Message]) -> int:
         return open_conversation(config.model.thinking, tokenizer, messages).prompt_length

@@ -11,11 +11,13 @@ from roll_flash.chat.rendered_conversation import open_conversation
 from roll_flash.chat.templates import Tools, chat_template_of
 from roll_flash.chat.tokenizer import load_checked_tokenizer
 from roll_flash.config.tree import DATASET_ENV, Config
+from roll_flash.config.user_code import described
 from roll_flash.envs.hosting.environments import EnvironmentMaker
 from roll_flash.envs.hosting.waiting import call_in_time
 from roll_flash.envs.tools.tool_chat import ToolChat, declared_tools
-from roll_flash.errors import ConfigError, ModelError
+from roll_flash.errors import ConfigError, EnvError, ModelError
 from roll_flash.processes.background import DaemonThreads
+from roll_flash.terminal import say
 from roll_flash.types import Message, Task
 
 TASKS = 8
@@ -78,7 +80,7 @@ class PromptCheck:
 
     def warnings(self) -> list[str]:
         """Return a line for what is seldom meant, in the config or in a prompt that was checked."""
-        found = (self._cut_thoughts(), self._unknown_roles(), self._unseen_messages())
+        found = (self._cut_thoughts(), self._unknown_roles(), self._unseen_messages(), self._endless_turns())
         return [line for line in found if line is not None]
 
     def _unseen_messages(self) -> str | None:
@@ -94,6 +96,16 @@ class PromptCheck:
         return (
             f"a prompt has a message with the role {unknown[0]!r}, which the model may never have seen: most know "
             f"{', '.join(sorted(ROLES))}"
+        )
+
+    def _endless_turns(self) -> str | None:
+        """Return a line if nothing in a conversation shows the model how a turn ends."""
+        if self._config.rollout.stop or chat_template_of(self._tokenizer).end_of_turn is not None:
+            return None
+        return (
+            "the chat template shows no special token at the end of a turn of the model, so that it may never write "
+            f"one: turns may go on until rollout.max_new_tokens={self._config.rollout.max_new_tokens}; name a text "
+            "that ends them in rollout.stop, or use another template"
         )
 
     def _cut_thoughts(self) -> str | None:
@@ -112,7 +124,10 @@ def _prompt_of(task: Task) -> Prompt | None:
     work = partial(_reset, task, DaemonThreads())  # code of users may hold up its thread for ever
     try:
         return call_in_time(lambda: asyncio.run(work()), f"the first prompt of {task.env_id}", RESET_S)
-    except (Exception, SystemExit):  # episodes count their failures, and one alone may be chance
+    except ConfigError:  # slow; its episodes have more time
+        return None
+    except (Exception, SystemExit) as error:  # no end: episodes count their failures, and one alone may be chance
+        say(f"task {task.task_id} cannot begin, and others may not: {described(error)}", error=True)
         return None
 
 
@@ -122,6 +137,8 @@ async def _reset(task: Task, threads: DaemonThreads) -> Prompt | None:
         if env.sandbox_env is not None or env.runs_own_loop:
             return (task.kwargs["messages"], None) if task.env_id == DATASET_ENV else None
         messages, about = await env.reset(task.seed)
-        return (messages, declared_tools(about)[0]) if messages else None
+        if not messages:
+            raise EnvError("reset returned an empty observation; say what the task is")
+        return messages, declared_tools(about)[0]
     finally:
         await env.close()

@@ -15,7 +15,7 @@ import numpy as np
 from roll_flash.chat.model_text import THINK_CLOSE, THINK_OPEN
 from roll_flash.chat.rendered_conversation import open_conversation
 from roll_flash.chat.templates import Tools, chat_template_of
-from roll_flash.chat.tokenizer import load_tokenizer
+from roll_flash.chat.tokenizer import load_checked_tokenizer, load_tokenizer
 from roll_flash.checked_files import as_a_run_writes
 from roll_flash.config.sections.data import DataConfig
 from roll_flash.config.sections.learner import WarmStartConfig
@@ -101,7 +101,8 @@ def _open_rows(config: WarmStartConfig, model_folder: Path, model: ModelConfig) 
         rows = open_rows(data, config.demonstrations, config.split, demonstration_columns(config.columns))
     except ConfigError as error:
         raise ConfigError(f"warm_start.demonstrations: {error}") from None
-    return RowDemonstrations(rows, config.columns, load_tokenizer(model_folder, model.chat_template_kwargs), model)
+    tokenizer = load_checked_tokenizer(model_folder, model.chat_template_kwargs)
+    return RowDemonstrations(rows, config.columns, tokenizer, model)
 
 
 class RowDemonstrations:

@@ -170,4 +170,9 @@ def weight_files(folder: Path) -> list[str]:
     found = sorted(path.name for path in folder.glob("*.safetensors"))
     if not found:
         raise ModelError(f"{folder}: no weights (*.safetensors); save them with model.save_pretrained")
+    if "model.safetensors" not in found:  # transformers looks for no other name
+        raise ModelError(
+            f"{folder}: the weights are incomplete: it has {found[0]}, but neither model.safetensors nor the list of "
+            "its parts, model.safetensors.index.json; copy the folder again"
+        )
     return found

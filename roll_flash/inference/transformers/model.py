@@ -23,7 +23,12 @@ class TransformersModel:
     """Model and tokenizer of a folder, float32 on CPU."""
 
     def __init__(self, folder: str, *, returns_experts: bool = False) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        self.model: Any = loaded[0]
+        if missing := sorted(loaded[1]["missing_keys"]):  # transformers gives them random values
+            raise ValueError(
+                f"{len(missing)} tensors of the model are not in the files of {folder}, such as {missing[0]}"
+            )
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.model.eval()
         self.routing = Routing(self.model) if returns_experts else None
