@@ -140,6 +140,16 @@ def test_the_name_of_a_run_is_no_config_and_its_config_is_named(
     assert errors_of("mine") == "mine: no such config file; did you mean runs/mine/config.yaml?"
 
 
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [("my.jsonl", "is no config but data; .*: envs.0.data=.*my.jsonl"), ("shop.py", "envs.0.id=.*shop.py:NAME")],
+)
+def test_what_is_no_config_says_how_a_config_names_it(tmp_path: Path, file: str, words: str) -> None:
+    (tmp_path / file).write_text('{"prompt": "a", "answer": "b"}\n')
+    with pytest.raises(ConfigError, match=words):
+        load_config(tmp_path / file)
+
+
 def test_a_folder_or_a_binary_file_is_no_config(tmp_path: Path) -> None:
     assert "cannot be read" in errors_of(tmp_path)
     (tmp_path / "config.yaml").touch()

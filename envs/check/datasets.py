@@ -32,7 +32,8 @@ LONGEST_ROWS = 200
 NEEDS_NO_ANSWER = ("regex", "json_schema", "python_tests")
 """Rewards whose row holds a pattern, a schema or tests: no answer that could be scored."""
 
-_BETWEEN_WORDS = re.compile(r"[\W_]+")
+_BETWEEN_WORDS = re.compile(r"""[\s_.,:;!?"'()…“”‘’。，？！、]+""")
+"""Blanks and punctuation. Other signs tell tasks apart: `3 + 4` and `3 - 4`, or boards drawn with `#` and `@`."""
 
 CountTokens = Callable[[Sequence[Message]], int]
 """Tokens of a prompt with the chat template of the model."""

@@ -62,7 +62,7 @@ async def _play(player: Player, env_id: str, seeds: int, note: Callable[[str], N
         if not callable(getattr(env.unwrapped, "oracle", None)):
             raise ConfigError(
                 f"{env_id} has no oracle(), which returns the right action now (docs/environments.md); the best "
-                "episodes of a run are demonstrations too: warm_start.demonstrations=RUN"
+                "episodes of a run are demonstrations too: warm_start.demonstrations=runs/NAME"
             )
         for seed in range(seeds):
             played = await player.play(agents.oracle, seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import string
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from roll_flash.envs.hosting.waiting import call_in_time
 from roll_flash.errors import ConfigError
 from roll_flash.types import Message
 
+_NAME = re.compile(r"(?!\d+\Z)[^\s.\[\]:!{}](?:[^.\[\]:!{}]*[^\s.\[\]:!{}])?")
+"""A name of a column in a template, as `str.format_map` looks it up."""
 LOADING_S = 300.0
 """Maximum seconds to import what a reward needs; it may load a model."""
 PER_ROW = ("answer_in", "tools", "max_turns")
@@ -315,9 +318,10 @@ def _fields(template: str) -> tuple[str, ...]:
     except ValueError as error:
         raise ConfigError(f"data.template: {error}; write {{{{ and }}}} for braces") from None
     names = [str(name) for _, name, _, _ in fields]
-    if any(not str(name).isidentifier() or form or conversion for _, name, form, conversion in fields):
+    if any(not _NAME.fullmatch(str(name)) or form or conversion for _, name, form, conversion in fields):
         raise ConfigError(
-            "data.template: only columns can be in braces, such as {question}; write {{ and }} for braces"
+            "data.template: only columns can be in braces, such as {question} or {Question text}, and none whose name "
+            "is a number or has one of . [ ] : ! in it; write {{ and }} for braces"
         )
     return tuple(names)
 

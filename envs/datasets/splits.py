@@ -206,7 +206,8 @@ def _require_different_ids(rows: Rows, named: Any, ids: Any, column: str) -> Non
         first, second = int(in_order[same[0]]), int(in_order[same[0] + 1])
         name = rows[second][column]
         raise ConfigError(
-            f"{rows.place(second)}: {column} {name!r} is also that of {rows.place(first)}; each row needs its own"
+            f"{rows.place(second)}: {column} {name!r} is also that of {rows.place(first)}; each row needs its own; "
+            "data.columns.id names another column"
         )
 
 

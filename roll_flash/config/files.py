@@ -13,6 +13,13 @@ from roll_flash.checked_files import load_yaml, read_checked
 from roll_flash.config.paths import beside
 from roll_flash.errors import ConfigError
 
+_DATA = "data; a config names it, with what an answer earns: envs.0.data={} (docs/data.md)"
+_NO_CONFIG = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".csv", ".tsv", ".parquet"), _DATA),
+    ".py": "Python; a config names an environment in it: envs.0.id={}:NAME (docs/environments.md)",
+}
+"""What files with these ends of their names are, with a place for their path."""
+
 
 class _DuplicateKeyError(yaml.YAMLError):
     """A mapping has the same key twice; PyYAML alone would silently take the last one."""
@@ -45,6 +52,8 @@ def read_yaml(path: Path, parents: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Tree of a file, merged over the tree of its `base`; paths in a file are relative to it. Raises ConfigError."""
     if path.resolve() in parents:
         raise ConfigError(f"{path}: `base` leads back to the file itself; remove one of the `base` lines")
+    if path.is_file() and (kind := _NO_CONFIG.get(path.suffix.lower())):
+        raise ConfigError(f"{path}: is no config but {kind.format(path)}")
     try:
         tree = load_yaml(read_checked(path), _Loader)
     except FileNotFoundError:

@@ -78,6 +78,14 @@ def test_held_out_rows_in_another_spelling_are_found(tmp_path: Path, prompt: str
     assert "first rows/5 and rows/held_out/0" in found[LEAKS].detail
 
 
+@pytest.mark.parametrize(("trained", "held_out"), [("What is 5 + 1?", "What is 5 - 1?"), ("Go: #.@", "Go: @.#")])
+def test_signs_tell_tasks_apart(tmp_path: Path, trained: str, held_out: str) -> None:
+    """Rows of sums failed the check, because their differences were held out."""
+    test = write(tmp_path / "test.jsonl", [{"prompt": held_out, "answer": 4}])
+    found = check(tmp_path, [*GOOD, {"prompt": trained, "answer": 6}], data={"held_out": test})
+    assert found[LEAKS].status == "pass"
+
+
 def test_a_row_takes_little_memory(tmp_path: Path) -> None:
     rows = [{"prompt": f"What is {n} plus 1?", "answer": n + 1} for n in range(8000)]
     source = DatasetTasks(EnvConfig(id="Dataset-v0", data=write(tmp_path / "rows.jsonl", rows), reward="exact"))

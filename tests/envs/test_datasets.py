@@ -1120,7 +1120,18 @@ def test_an_answer_that_no_text_can_equal_is_refused(reward: str, answer: Any) -
     assert fault_of_answer(RewardConfig(function=reward), answer) == "needs a text, a number, or a list of these"
 
 
-@pytest.mark.parametrize("template", ["{question:d}", "{question!r}"])
+def test_a_template_names_columns_as_spreadsheets_have_them() -> None:
+    template = "{Question Text} ({Größe-1}?)"
+    env = EnvConfig(id="Dataset-v0", data=DataConfig(path="my.jsonl", template=template), reward="exact")  # type: ignore[arg-type]
+    row = {"Question Text": "How much?", "Größe-1": 5}
+    assert prompt_of(env, row, "my.jsonl, line 1") == "How much? (5?)"
+    with pytest.raises(ConfigError, match=r"no column 'Größe-1', which data\.template names"):
+        prompt_of(env, {"Question Text": "a"}, "my.jsonl, line 1")
+
+
+@pytest.mark.parametrize(
+    "template", ["{question:d}", "{question!r}", "{question.a}", "{question[0]}", "{0}", "{}", "{ }"]
+)
 def test_a_template_takes_only_names(template: str) -> None:
     env = EnvConfig(id="Dataset-v0", data=DataConfig(path="my.jsonl", template=template), reward="exact")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="only columns can be in braces"):
