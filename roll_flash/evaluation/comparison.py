@@ -244,9 +244,9 @@ def _notes_on_rows(a: Side, b: Side, pairs: Sequence[TaskPair]) -> list[str]:
     differing = {pair.task_id: names for pair in pairs if (names := _differing_arguments(pair))}
     if not differing:
         return []
-    names = ", ".join(sorted({name for names in differing.values() for name in names}))
+    arguments = ", ".join(sorted({name for names in differing.values() for name in names}))
     return [
-        f"{len(differing)} tasks have other arguments ({names}) in A and B, such as {_first(differing)}: tasks of the "
+        f"{len(differing)} tasks have other arguments ({arguments}) in A and B, such as {_first(differing)}: tasks of the "
         "same name may not be the same tasks"
     ]
 
