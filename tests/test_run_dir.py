@@ -185,13 +185,15 @@ def test_the_status_of_a_run_that_goes_on_begins_at_its_step(tmp_path: Path) -> 
     """It said step 0 until the next step had ended, and for ever if there was none left."""
     with RunDir.create(config(tmp_path), resume=False) as run, run.writing_checkpoint(5) as folder:
         (folder / "trainer.json").write_text(json.dumps(STATE))
+    said, settings = io.StringIO(), config(tmp_path, steps=5)
     with (
-        RunDir.create(config(tmp_path), resume=True) as run,
-        Progress(9, stream=io.StringIO(), run_folder=run.folder) as progress,
+        RunDir.create(settings, resume=True) as run,
+        Progress(5, stream=said, run_folder=run.folder) as progress,
     ):
         checked = Mock(model_folder=tmp_path, sandboxes=[], fit=None)
-        system.Start.of(config(tmp_path), run, checked, resume=True).announce(progress)
+        system.Start.of(settings, run, checked, resume=True).announce(progress)
     assert read_status(run.folder).step == 5
+    assert "nothing is left to train: the run has 5 steps, and steps=5" in said.getvalue()
 
 
 def test_resume_with_other_rows_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -205,7 +207,7 @@ def test_resume_with_other_rows_is_refused_before_anything_starts(tmp_path: Path
         (folder / "trainer.json").write_text(json.dumps({**STATE, "tasks": open_tasks(settings).state()}))
     check_tasks(settings)
     (tmp_path / "rows.jsonl").write_text("\n".join(rows[1:]))
-    with pytest.raises(CheckpointError, match=r"step_2: the training rows of .* has changed; put back what it was"):
+    with pytest.raises(ConfigError, match=r"step_2: the training rows of .* has changed; put back what it was"):
         check_tasks(settings)
 
 

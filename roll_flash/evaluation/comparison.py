@@ -246,8 +246,8 @@ def _notes_on_rows(a: Side, b: Side, pairs: Sequence[TaskPair]) -> list[str]:
         return []
     arguments = ", ".join(sorted({name for names in differing.values() for name in names}))
     return [
-        f"{len(differing)} tasks have other arguments ({arguments}) in A and B, such as {_first(differing)}: tasks of the "
-        "same name may not be the same tasks"
+        f"{len(differing)} tasks have other arguments ({arguments}) in A and B, such as {_first(differing)}: tasks of "
+        "the same name may not be the same tasks"
     ]
 
 

@@ -18,7 +18,7 @@ from roll_flash.checked_files import decode, read_checked
 from roll_flash.config.tree import Config
 from roll_flash.engines.learner import LearnerEngine, StepResult
 from roll_flash.envs.task_sources import open_tasks
-from roll_flash.errors import CheckpointError, LearnerError, LearnerLostError
+from roll_flash.errors import CheckpointError, ConfigError, LearnerError, LearnerLostError
 from roll_flash.monitor.episodes import find_trajectories, next_group_number
 from roll_flash.rollout.recovery import RecordedStep, Recovery
 from roll_flash.run.journal import Damage, cut_at, read_journal, set_aside
@@ -50,7 +50,7 @@ def read_state(checkpoint: Checkpoint) -> Recovery:
 
 
 def check_tasks(config: Config) -> None:
-    """Raises CheckpointError if a run that goes on would not have the rows of its newest checkpoint.
+    """Raises ConfigError if a run that goes on would not have the rows of its newest checkpoint.
 
     A task source of the user, which may take minutes to make, is asked only when the run has started; a checkpoint that
     cannot be read is named when the run's folder is opened.
@@ -66,7 +66,7 @@ def check_tasks(config: Config) -> None:
     try:
         open_tasks(config).restore(state)
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
+        raise ConfigError(
             f"{found[-1].folder}: {error}; put back what it was, or start another run with name=OTHER"
         ) from None
 

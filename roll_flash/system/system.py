@@ -217,6 +217,11 @@ class Start:
             progress.note(line)
         if self.resumes and self.checkpoint is None:
             progress.note("there is no complete checkpoint to resume from yet: the run begins again from its start")
+        if self.checkpoint is not None and self.checkpoint.step >= config.steps:
+            done = self.checkpoint.step
+            progress.note(
+                f"nothing is left to train: the run has {done} steps, and steps={config.steps}; a larger one trains on"
+            )
         if warning := config.learner.loss.off_policy_warning(config.scheduler.highest_async_ratio):
             progress.note(f"warning: {warning}")
 
