@@ -7,6 +7,7 @@ one property of a good environment; a failed check says how to fix it.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import os
 import shlex
@@ -20,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from roll_flash.config.user_code import described
+from roll_flash.envs.base import Env
 from roll_flash.envs.check import agents
 from roll_flash.envs.check.contract import contract_broken
 from roll_flash.envs.check.leftovers import Snapshot, adopting_orphans, own_temporary_folder, wait_until_nothing_new
@@ -27,10 +29,15 @@ from roll_flash.envs.check.play import Agent, PlayedEpisode, Player
 from roll_flash.envs.hosting.environments import is_deterministic
 from roll_flash.errors import ConfigError
 from roll_flash.sandboxes import SandboxSpec, list_sandboxes
+from roll_flash.terminal import say
 
 Status = Literal["pass", "fail", "skip"]
 TOLERANCE = 1e-6
 DEFAULT_SEEDS = 4
+MAX_HELD_UP_MS = 100.0
+"""Milliseconds that a step may hold up the event loop of a worker."""
+SAID_EVERY_S = 5.0
+"""Seconds between lines while a slow environment is played."""
 DEFAULT_TIMEOUT_S = 60.0
 """As `rollout.step_timeout_s`."""
 
@@ -122,7 +129,7 @@ async def _check(
             if getattr(env.unwrapped, "runs_own_loop", False):
                 return EnvReport(env_id, (_plays_itself(env_id, kwargs),))
             has_oracle = callable(getattr(env.unwrapped, "oracle", None))
-            declared = is_deterministic(env.unwrapped)
+            declared, holds_up_others = is_deterministic(env.unwrapped), _holds_up_others(env.unwrapped)
             await player.play(agents.constant_text(""), seeds[0])
         # Threads and processes that a library starts at its first use do not count as leftovers; files do.
         before = replace(Snapshot.take(temporary), files=at_first.files)
@@ -139,7 +146,7 @@ async def _check(
         _survives("malformed text", lambda episodes: episodes.malformed),
         _oracle_earns_all,
         _rewards_in_range,
-        _is_quick(timeout_s),
+        _is_quick(timeout_s, holds_up_others=holds_up_others),
     )
     contract = _answer("keeps gymnasium's contract", not broken, broken or "reset, step and close", _CONTRACT_ADVICE)
     answers = () if episodes is None else (check(episodes) for check in ask)  # otherwise the other checks are noise
@@ -160,8 +167,21 @@ async def _open(player: Player, env_id: str) -> tuple[Any, Any]:
 
 
 async def _play_all(player: Player, seeds: Sequence[int], has_oracle: bool) -> _Episodes:
+    count, said_s = 0, time.monotonic()
+
     async def play(agent: Callable[[int], Agent], chosen: Sequence[int], full: bool = False) -> list[PlayedEpisode]:
-        return [await player.play(agent(seed), seed, with_full_reward=full) for seed in chosen]
+        nonlocal count, said_s
+        played = []
+        for seed in chosen:
+            played.append(await player.play(agent(seed), seed, with_full_reward=full))
+            count += 1
+            if time.monotonic() - said_s > SAID_EVERY_S:
+                said_s = time.monotonic()
+                say(
+                    f"{count} episodes played, a step takes up to {max(played[-1].step_s, default=0.0):.1f} s",
+                    error=True,
+                )
+        return played
 
     return _Episodes(
         idle=[
@@ -283,12 +303,21 @@ def _rewards_in_range(episodes: _Episodes) -> EnvCheck:
     )
 
 
-def _is_quick(timeout_s: float) -> Callable[[_Episodes], EnvCheck]:
+def _holds_up_others(env: Any) -> bool:
+    """True if the event loop waits for each step, as for one of `roll_flash.Env` that is no coroutine."""
+    return isinstance(env, Env) and not inspect.iscoroutinefunction(inspect.unwrap(env.step))
+
+
+def _is_quick(timeout_s: float, *, holds_up_others: bool) -> Callable[[_Episodes], EnvCheck]:
     def check(episodes: _Episodes) -> EnvCheck:
         steps = [1000 * took_s for played in episodes.all for took_s in played.step_s] or [0.0]
         resets = [1000 * played.reset_s for played in episodes.all]
         p50_ms, p95_ms = np.percentile(steps, (50, 95))
         detail = f"step p50 {p50_ms:.1f} ms, p95 {p95_ms:.1f} ms; reset p50 {np.median(resets):.1f} ms"
+        if holds_up_others and p95_ms > MAX_HELD_UP_MS:
+            what = f"{detail}; `step` is no `async def`, so that all episodes of a worker wait for each step"
+            advice = "make it `async def` and await what takes long, or derive from gymnasium.Env, which may block"
+            return EnvCheck("steps in time", "fail", what, advice)
         holds = bool(p95_ms < 1000 * timeout_s / 2)
         return _answer("steps in time", holds, detail, "near the deadline of a step: do less in it, or raise it")
 

@@ -208,6 +208,36 @@ def test_what_is_wrong_is_found_and_what_to_do_is_said(env_type: type[Env], ques
     assert not report.ok
 
 
+def test_a_slow_environment_is_not_played_in_silence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("roll_flash.envs.check.checks.SAID_EVERY_S", 0.0)
+    check_environment("TextFrozenLake-v0", {"size": 3}, seeds=2)
+    assert "1 episodes played, a step takes up to 0.0 s" in capsys.readouterr().err
+
+
+class Blocks(Env):
+    """Steps that hold up the event loop of a worker."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return f"Say {seed}.", {}
+
+    def step(self, action: str) -> Any:
+        time.sleep(0.03)
+        return "", 0.0, True, False, {}
+
+
+def test_a_step_that_blocks_and_is_no_coroutine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its episodes would be played one after another, and nothing said so."""
+    monkeypatch.setattr("roll_flash.envs.check.checks.MAX_HELD_UP_MS", 20.0)
+    register_env("Blocks-v0", Blocks)
+    (check,) = [each for each in check_environment("Blocks-v0", seeds=2).checks if each.name == "steps in time"]
+    assert check.status == "fail"
+    assert "`step` is no `async def`" in check.detail
+    monkeypatch.setattr("roll_flash.envs.check.checks.MAX_HELD_UP_MS", 2000.0)
+    assert check_environment("Blocks-v0", seeds=2).checks[-2].status == "pass"
+
+
 def test_an_environment_that_says_that_it_is_nondeterministic_need_not_repeat_itself() -> None:
     class Declared(TellsTheTime):
         nondeterministic = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tracemalloc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from roll_flash.config.tree import EnvConfig
 from roll_flash.envs.check.checks import EnvCheck
 from roll_flash.envs.check.datasets import Room, _Rows, check_data_set
 from roll_flash.envs.datasets.source import DatasetTasks
+from roll_flash.models.prepare import resolve_model
 from roll_flash.types import Message
 
 GOOD = [{"prompt": f"What is {n} plus 1?", "answer": n + 1} for n in range(60)]
@@ -149,6 +151,17 @@ def test_the_command_checks_rows_and_plays_the_first_task(tmp_path: Path, capsys
     assert played["ok"]
     assert main(["envs", "check", str(config), "rollout.max_new_tokens=200", "model.max_length=204"]) == 0
     assert "prompts leave fewer than rollout.max_new_tokens=200 tokens" in capsys.readouterr().out
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "my.jsonl", GOOD)
+    model = tmp_path / "model"
+    shutil.copytree(resolve_model("tiny"), model)
+    (model / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    config = tmp_path / "my.yaml"
+    config.write_text("model: {path: model}\nenvs: [{id: Dataset-v0, data: my.jsonl, reward: number}]\n")
+    assert main(["envs", "check", str(config)]) == 2
+    assert "model: its tokenizer cannot be loaded: " in capsys.readouterr().err
 
 
 def test_the_verdict_is_that_of_training_which_leaves_out_what_is_too_long(
