@@ -116,7 +116,7 @@ def test_a_run_says_memory_and_time_of_its_model_before_ray_starts(
     checked = check_parts(run)
     said: list[str] = []
     start = system.Start.of(run, RunDir.create(run, resume=False), checked, resume=False)
-    start.announce(SimpleNamespace(note=said.append))  # type: ignore[arg-type]
+    start.announce(SimpleNamespace(note=said.append, show=lambda **_: None))  # type: ignore[arg-type]
     assert [line for line in said if "0.6 M parameters need at least" in line]
     assert [line for line in said if "training takes" in line]
 
