@@ -569,7 +569,7 @@ def test_eval_prints_its_table_and_fails_only_when_nothing_could_be_scored(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     episode = {"kind": "trajectory", "reward": 1.0, "end": "terminated", "policy_tokens": 3, "turns": [1]}
-    failure = {"kind": "failure", "cause": "generate_error"}
+    failure = {"kind": "failure", "cause": "generate_error", "task_id": "a", "message": "no server"}
     seen: list[Any] = []
 
     def evaluation(*records: dict[str, Any]) -> Any:
