@@ -116,6 +116,7 @@ class SandboxPool:
         asked = time.monotonic()
         warm.note_arrival(asked)
         sandbox = await self._acquire(warm)
+        warm = self._warm_for(wanted)  # upkeep may have forgotten the one that has waited
         warm.out += 1
         self._leased.add(sandbox)
         began = time.monotonic()

@@ -156,6 +156,38 @@ def test_a_pool_starts_again_after_all_that_were_ready_have_died() -> None:
     asyncio.run(start_twice())
 
 
+def test_with_reuse_a_sandbox_comes_back_to_a_spec_that_upkeep_forgot_just_as_it_was_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A start may take longer than requests are remembered. It was ready where no lease looks, as long as its pool."""
+
+    async def is_new(_: object) -> bool:
+        return True
+
+    monkeypatch.setattr(FakeSandbox, "reset", is_new)
+
+    async def lease_twice() -> None:
+        provider = FakeProvider(Chance(0, 0.0))
+        pool = SandboxPool(provider=provider, size=0, reuse=True)  # type: ignore[arg-type]
+        opens = provider.open
+
+        async def open_and_forget(spec: SandboxSpec, *, run: str, timeout_s: float) -> FakeSandbox:
+            sandbox = await opens(spec, run=run, timeout_s=timeout_s)
+            asyncio.get_running_loop().call_soon(pool._warm.clear)
+            return sandbox
+
+        monkeypatch.setattr(provider, "open", open_and_forget)
+        async with pool, asyncio.timeout(5):
+            async with pool.lease(SPECS[0]):
+                pass
+            await asyncio.gather(*pool._ends)
+            assert pool.stats().ready == 1
+            async with pool.lease(SPECS[0]):
+                assert len(provider.opened) == 1
+
+    asyncio.run(lease_twice())
+
+
 def test_of_several_that_wait_for_a_pool_to_start_none_waits_for_ever_if_it_does_not() -> None:
     async def start_together() -> list[object]:
         async with SandboxPool(provider=FakeProvider(Chance(0, 1.0)), size=0) as pool:  # type: ignore[arg-type]
