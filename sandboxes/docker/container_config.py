@@ -20,7 +20,12 @@ TCP_RECEIVE_BYTES = "4096 131072 131072"
 collect 32 MB of errors and time stamps, which no memory limit counts."""
 MAX_CLOSED_CONNECTIONS = "2048"
 """Most TCP connections that are remembered for a minute after their end, in memory that no limit counts."""
-NETWORK_SETTINGS = {"net.ipv4.tcp_rmem": TCP_RECEIVE_BYTES, "net.ipv4.tcp_max_tw_buckets": MAX_CLOSED_CONNECTIONS}
+NETWORK_SETTINGS = {
+    "net.ipv4.tcp_rmem": TCP_RECEIVE_BYTES,
+    "net.ipv4.tcp_max_tw_buckets": MAX_CLOSED_CONNECTIONS,
+    # Else the kernel keeps for an hour how slow each address was: with `reuse`, the next lease can read that.
+    "net.ipv4.tcp_no_metrics_save": "1",
+}
 INODES_PER_MB = 256
 """Files per MiB, as on a usual disk: each takes about 1 KiB of the sandbox's memory."""
 FILES_OF_PROC = (

@@ -559,6 +559,52 @@ def test_with_reuse_no_port_of_the_lease_before_is_still_taken(provider: str) ->
     asyncio.run(reuse())
 
 
+SLOW_ADDRESSES = """
+import socket, struct, threading, time
+server = socket.create_server(("0.0.0.0", 0), backlog=64)
+port = server.getsockname()[1]
+
+def connect(number):
+    client = socket.create_connection((f"127.0.7.{number}", port))
+    return client, server.accept()[0]
+
+def answer_late(number):  # what is received is acknowledged 40 ms later
+    client, accepted = connections[number]
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for _ in range(30):
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)
+        client.send(b"x")
+        time.sleep(0.05)
+        accepted.recv(1)
+
+connections = {number: connect(number) for number in range(1, 9)}
+threads = [threading.Thread(target=answer_late, args=(number,)) for number in connections]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+[each.close() for pair in connections.values() for each in pair]
+del connections
+time.sleep(0.2)
+for first in (1, 11):  # connections of before, and none
+    waits = []
+    for number in range(first, first + 8):
+        client, _ = connect(number)
+        waits.append(struct.unpack_from("<8xI", client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 16))[0])
+    print(sum(waits) / len(waits))
+"""
+
+
+@pytest.mark.docker
+def test_a_network_does_not_remember_how_slow_its_addresses_were(docker: str) -> None:
+    """For an hour, in a table that is no file: the next lease read bits that the one before had written there."""
+
+    async def measure() -> None:
+        async with SandboxPool(provider=docker, size=0) as pool, pool.lease() as sandbox:
+            known, unknown = (await sandbox.exec(["python3", "-c", SLOW_ADDRESSES])).stdout_text.split()
+            assert float(known) < float(unknown) + 5000, "microseconds until something is sent again"
+
+    asyncio.run(measure())
+
+
 SENT_TO_ITSELF = """
 import socket
 kept = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
