@@ -7,7 +7,7 @@ import posixpath
 import re
 import stat
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -67,7 +67,21 @@ def _ignore_rules(folder: Path) -> list[_Rule]:
 def _rule(line: str) -> _Rule:
     pattern = posixpath.normpath(line.removeprefix("!").strip()).lstrip("/")
     pattern = _ESCAPED.sub(r"[\1]", pattern.replace("[^", "[!")).replace("\\", "")
-    return _Rule(tuple(pattern.split("/")), line.startswith("!"))
+    return _Rule(tuple(_parts(pattern)), line.startswith("!"))
+
+
+def _parts(pattern: str) -> Iterator[str]:
+    """Yield the names of a pattern. `**` beside other characters stands for any folders and ends a name, and begins one
+    as well if it begins the pattern and no other sign follows: `**.key` is `**/*.key`."""
+    begins_name = not any(sign in pattern[2:] for sign in "*?[")
+    for place, part in enumerate(pattern.split("/")):
+        begin, stars, end = part.partition("**")
+        if begin:
+            yield begin + "*" * bool(stars)
+        if stars:
+            yield stars
+        if end.strip("*"):
+            yield f"*{end}" if begins_name and not place else end
 
 
 def _is_ignored(rules: list[_Rule], names: tuple[str, ...]) -> bool:

@@ -217,6 +217,8 @@ def context_of(folder: Path, *ignored: str, file: str = ".dockerignore") -> set[
         (["**/tests"], {"tests/a", "tests/deep/b.key", "deep/tests/c"}),
         (["*/tests", "no-such-file"], {"deep/tests/c"}),
         (["**/*.key", "!deep/d.key"], {"tests/deep/b.key"}),
+        (["**.key"], {"tests/deep/b.key", "deep/d.key"}),
+        (["t**/b.key", "de**.key", "**te??s/*"], {"tests/a", "tests/deep/b.key", "deep/tests/c"}),
         (["*", "!kept"], {"solution.sh", "tests/a", "tests/deep/b.key", "deep/tests/c", "deep/d.key"}),
         (["*", "!tests", "tests/**/*.key"], {"kept", "solution.sh", "tests/deep/b.key", "deep/tests/c", "deep/d.key"}),
         (["[^a-r]olution.s?", "kep"], {"solution.sh"}),
