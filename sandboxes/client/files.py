@@ -125,8 +125,8 @@ async def kill_all(connection: AgentConnection) -> None:
 async def paused(connection: AgentConnection) -> AsyncIterator[None]:
     """Stop every process but the agent for the duration of an `async with`. The engine can then start a program in
     the sandbox: the files that it reads for that are regular files. Raises SandboxFileError."""
-    await _simple(connection, Request.PAUSE, b"", "pause")
     try:
+        await _simple(connection, Request.PAUSE, b"", "pause")  # if cancelled, it is carried out all the same
         yield
     finally:
         if connection.usable:

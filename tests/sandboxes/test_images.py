@@ -25,6 +25,8 @@ from roll_flash.sandboxes import (
     open_sandbox,
 )
 from roll_flash.sandboxes.client.agent_program import cache_folder
+from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
+from roll_flash.sandboxes.client.files import paused
 from roll_flash.sandboxes.docker.api import open_engine
 from roll_flash.sandboxes.docker.provider import DockerProvider
 from roll_flash.sandboxes.files.build_context import packed_files
@@ -451,6 +453,23 @@ def test_all_stands_still_as_long_as_any_root_is_kept(docker: str, monkeypatch: 
 
     assert asyncio.run(fork()), "what ran goes on"
     assert stood_still == [True, True]
+
+
+def test_what_ran_goes_on_after_a_snapshot_that_is_cancelled_while_it_is_stopped(docker: str) -> None:
+    """It stood still for ever: nobody had waited for the answer, so nobody let it go on."""
+
+    async def fork() -> str:
+        async with open_sandbox(SandboxSpec(writable_root=True, user="0:0"), provider="docker") as sandbox:
+            assert (await sandbox.exec("while sleep 0.01; do date +%N > /root/alive; done > /dev/null & sleep 0.5")).ok
+            assert isinstance(sandbox, AgentSandbox)
+            stopping = asyncio.create_task(paused(sandbox._connection).__aenter__())
+            await asyncio.sleep(0)
+            stopping.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await stopping
+            return (await sandbox.exec("rm /root/alive; sleep 0.5; ls /root/alive")).stdout_text
+
+    assert asyncio.run(fork()), "what ran goes on"
 
 
 @pytest.mark.parametrize("name", ["/.wh.usr", "/root/.wh.", "/root/a/.wh..wh..opq"])
