@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -431,13 +433,31 @@ def test_a_wrong_command_line_has_no_traceback_and_a_wrong_config_has_one_with_d
     assert "Traceback" in capsys.readouterr().err
 
 
+class Endpoint(BaseHTTPRequestHandler):
+    """A stand-in for a model."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(
+            b'{"choices": [{"message": {"role": "assistant", "content": "a"}, "finish_reason": "length"}]}'
+        )
+
+
 def test_a_server_whose_output_nobody_reads_any_more_can_be_stopped() -> None:
     """As after `roll-flash serve-gateway | head -1`: what it said of the signal failed, and it went on for ever."""
-    words = ["serve-gateway", "--endpoint", "http://127.0.0.1:1/v1", "--model", "m", "--port", "0"]
-    command = [sys.executable, "-m", "roll_flash", *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert process.stdout is not None
-    assert b"Ctrl-C stops" in process.stdout.readline()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endpoint) as endpoint:
+        Thread(target=endpoint.serve_forever).start()
+        try:
+            address = f"http://127.0.0.1:{endpoint.server_port}/v1"
+            words = ["serve-gateway", "--endpoint", address, "--model", "m", "--port", "0"]
+            command = [sys.executable, "-m", "roll_flash", *words]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            assert process.stdout is not None
+            assert any(b"Ctrl-C stops" in line for line in process.stdout)
+        finally:
+            endpoint.shutdown()
     time.sleep(0.5)  # it says more, and nobody reads that either
     process.stdout.close()
     process.terminate()

@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -222,8 +222,12 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def taken() -> Any:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield listening.getsockname()[1]
+    """A port that is taken after one that is free: below those that the kernel gives to others meanwhile."""
+    for port in range(20_001 + os.getpid() % 5_000, 30_000):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)) as listening:
+            socket.create_server(("127.0.0.1", port - 1)).close()
+            yield listening.getsockname()[1]
+            return
 
 
 def commands(tmp_path: Path, *words: str) -> list[list[str]]:

@@ -115,6 +115,7 @@ def is_known(key: str, known: set[str]) -> bool:
     is_file_or_method = key.rpartition(".")[2] in (
         "py",
         "yaml",
+        "json",
         "jsonl",
         "md",
         "exec",
