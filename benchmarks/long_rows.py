@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
     if options.side:
         print(json.dumps(measure(options.side, options.tokens, options.repeats)))
         return

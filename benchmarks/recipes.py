@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options, keys = parse(parser)
-    options.output.mkdir(parents=True, exist_ok=True)  # now, not when an hour's result is to be written
+    options.output.mkdir(parents=True, exist_ok=True)
     recipe = RECIPES[options.recipe]
     with tempfile.TemporaryDirectory() as folder:
         runs = Path(folder)

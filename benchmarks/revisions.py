@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options, overrides = parser.parse_known_args()
+    options.output.mkdir(parents=True, exist_ok=True)
     rounds, steps = (2, 4) if options.quick else (options.rounds, STEPS)
     names = {"before": revision(options.before), "after": revision(options.after)}
     result: dict[str, Any] = {

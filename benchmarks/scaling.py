@@ -351,6 +351,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--weights-from-here", type=int, metavar="REPETITIONS", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
     if options.weights_from_here:
         print(json.dumps(asyncio.run(_weights_from_here(options.weights_from_here))))
         return
