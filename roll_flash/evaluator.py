@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
+from roll_flash.chat.openai_client import CHECK_TIMEOUT_S, OpenAIChatClient, api_key_from
 from roll_flash.config.files import read_yaml
 from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.tree import Config, EnvConfig, load_config
@@ -49,8 +49,6 @@ T = TypeVar("T")
 
 _OF_A_MODEL = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".txt", ".tiktoken")
 """Ends of the names of files on which the answers of a model depend."""
-CHECK_TIMEOUT_S = 60.0
-"""Long enough for an endpoint that loads its model on the first request."""
 
 EVAL_OPTIONS = (
     "tasks",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
+from roll_flash.chat.openai_client import CHECK_TIMEOUT_S, OpenAIChatClient, api_key_from
 from roll_flash.config.addresses import MAX_PORT
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ConfigError
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from roll_flash.tinker.routes import TinkerRoutes
     from roll_flash.tinker.servers import Servers
 
-CHECK_TIMEOUT_S = 60.0
-"""Long enough for an endpoint that loads its model on the first request."""
 TINKER_KEY = "tml-"
 """Beginning of every key that Tinker's clients take."""
 

@@ -67,7 +67,8 @@ def reward(
         raise ValueError(f"timeout_s={timeout_s}: must be more than 0")
 
     def mark(function: Any) -> Any:
-        setattr(function, _MARK, RewardOptions(weight, when, timeout_s))
+        method = getattr(function, "__func__", function)  # of a staticmethod or classmethod
+        setattr(method, _MARK, RewardOptions(weight, when, timeout_s))
         return function
 
     return mark if function is None else mark(function)

@@ -30,6 +30,8 @@ from roll_flash.types import FinishReason, Message, SamplingParams
 
 RETRIED_STATUS = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 CONNECT_TIMEOUT_S = 10.0
+CHECK_TIMEOUT_S = 60.0
+"""Long enough for an endpoint that loads its model on the first request."""
 MAX_ANSWER_BYTES = 64 * 2**20
 """Maximum size of an answer in bytes, above any real answer with logprobs; an endless answer must not fill memory."""
 MAX_ANSWER_MARKS = 2_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
+from roll_flash.chat.openai_client import CHECK_TIMEOUT_S, OpenAIChatClient, api_key_from
 from roll_flash.config.sections.policies import PolicyConfig
 from roll_flash.engines.inference import ChatEndpoint
 from roll_flash.errors import ConfigError, InferenceError
@@ -13,9 +13,6 @@ from roll_flash.gateway.endpoint_backend import EndpointBackend
 from roll_flash.gateway.server import GatewayServer
 from roll_flash.gateway.sessions.session import Session, SessionSettings
 from roll_flash.types import EpisodeSpec, SamplingParams
-
-CHECK_TIMEOUT_S = 60.0
-"""Long enough for an endpoint that loads its model on the first request."""
 
 
 @dataclass(frozen=True, slots=True)

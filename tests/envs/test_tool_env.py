@@ -516,6 +516,26 @@ def test_a_static_or_class_method_is_a_tool_with_all_its_arguments() -> None:
     assert [step[0] for step in steps] == ["Output: 5", "Output: 6", "Output: Counts!"]
 
 
+def test_a_static_method_is_a_reward_in_either_order_of_its_decorators() -> None:
+    """With `@reward()` above it was never called, and each episode earned less."""
+
+    class Scored(ToolEnv):
+        async def begin(self, seed: int) -> str:
+            return "Answer."
+
+        @reward()
+        @staticmethod
+        def outer(env: ToolEnv) -> float:
+            return 1.0
+
+        @staticmethod
+        @reward(weight=2.0)
+        def inner(env: ToolEnv) -> float:
+            return 1.0
+
+    assert play(Scored(), "done")[-1][1] == 3.0
+
+
 def test_an_async_tool_within_a_plain_decorator_is_awaited() -> None:
     """The model saw `<coroutine object look at 0x7f...>`."""
 
