@@ -32,6 +32,8 @@ ELEMENTS = (
     [
         ("click 3", Action(3, None)),
         ("Click #3.", Action(3, None)),
+        ("click [3]", Action(3, None)),
+        ("type [2] Grace", Action(2, "Grace")),
         ("<think>type 2 x</think>\n- type 2 Grace Hopper\nclick 3", Action(2, "Grace Hopper")),
         ('I write. <action>type 2 "Grace"</action>', Action(2, "Grace")),
         ("press 3", "This is no action; write `click N` or `type N TEXT`."),
@@ -48,7 +50,7 @@ def test_an_action_is_found_in_a_reply_or_the_model_is_told_what_is_wrong(reply:
 
 
 def test_an_element_is_one_short_line() -> None:
-    assert list(map(str, ELEMENTS)) == ["- Name", '2 field "Name" = "Ada" (focused)', '3 radio "yes" (chosen)']
+    assert list(map(str, ELEMENTS)) == ["- Name", 'field "Name" [2] = "Ada" (focused)', 'radio "yes" [3] (chosen)']
 
 
 def test_a_task_that_there_is_not_is_refused_with_the_nearest() -> None:

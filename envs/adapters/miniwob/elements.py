@@ -11,7 +11,7 @@ from roll_flash.chat.model_text import action_line
 
 MAX_CHARACTERS = 200
 """Maximum characters of an action."""
-_ACTION = re.compile(r"(click|type)\s+#?([0-9]{1,4})(?:\s+(.*))?$", re.IGNORECASE)
+_ACTION = re.compile(r"(click|type)\s+[#\[]?([0-9]{1,4})\]?(?:\s+(.*))?$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,13 @@ class Element:
         return "focused" in self.marks
 
     def __str__(self) -> str:
+        """Return its line. The number comes behind the text: small models find what follows, not what precedes."""
         if self.kind == "text":
             return f"- {self.text}"
         value = f' = "{self.value}"' if self.value else ""
         marks = f" ({', '.join(self.marks)})" if self.marks else ""
         text = f' "{self.text}"' if self.text else ""
-        return f"{self.number} {self.kind}{text}{value}{marks}"
+        return f"{self.kind}{text} [{self.number}]{value}{marks}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from roll_flash.monitor.limits import usable_cores
 
 ID = "MiniWoB-v0"
 TASKS = tuple(GOLD)
-HOW = "Reply with one action and nothing else: `click N`, or `type N TEXT`. N is the number of an element."
+HOW = "Reply with one action and nothing else: `click N`, or `type N TEXT`. N is the number behind an element."
 SEARCHED_AT_ONCE = 32
 """Seeds of a page that are tried in one call for held-out problems."""
 MAX_IN_VAIN = 8
