@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from roll_flash.chat.model_text import cut_middle, without_special_tokens
-from roll_flash.chat.openai_client import EndpointRefusedError, OpenAIChatClient, api_key_from
+from roll_flash.chat.openai_client import CHECK_TIMEOUT_S, EndpointRefusedError, OpenAIChatClient, api_key_from
 from roll_flash.errors import EnvError, InferenceError
 from roll_flash.types import Message, SamplingParams
 
@@ -78,6 +78,14 @@ class Judge:
                 return value
             attempts -= 1
         raise EnvError(f"judge {self._model}: no <score> from 0 to {self._best} in {said[-120:]!r}")
+
+    async def check(self) -> None:
+        """Ask for one token. Raises ConfigError without the key, InferenceError if the endpoint does not answer."""
+        client = OpenAIChatClient(self._endpoint, self._model, api_key_from(self._api_key_env), max_attempts=2)
+        try:
+            await client.ask_for_one_token(CHECK_TIMEOUT_S)
+        finally:
+            await client.close()
 
     def messages(self, question: str, answer: str, reference: str | None, most: int | None = None) -> list[Message]:
         """Return the prompt for the judge. An answer can neither close its own tag or message nor forge a score.

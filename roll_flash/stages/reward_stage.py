@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from roll_flash.chat.judge import Judge, mark_of
+from roll_flash.chat.openai_client import CHECK_TIMEOUT_S
 from roll_flash.config.sections.stages import StageConfig
 from roll_flash.config.tree import Config
 from roll_flash.config.user_code import described, load_function
-from roll_flash.errors import ConfigError, ModelError, RollFlashError
+from roll_flash.errors import ConfigError, InferenceError, ModelError, RollFlashError
 from roll_flash.monitor.episodes import own_answers
 from roll_flash.processes.background import call_in_thread
 from roll_flash.types import Message, Trajectory
@@ -40,6 +41,20 @@ def check_stages(config: Config) -> None:
     """Create each stage once and discard it. Raises ConfigError or ModelError if one cannot be created."""
     for stage in config.stages:
         make_stage(stage)
+
+
+async def check_judges(config: Config, note: Callable[[str], None]) -> None:
+    """Ask each judge for one token; `note` is told before. Raises ConfigError or InferenceError."""
+    for stage in config.stages:
+        judge = make_stage(stage)
+        if isinstance(judge, JudgeStage):
+            note(f"asking the judge of stage {stage.name} for one token (usually 1-5 s, at most {CHECK_TIMEOUT_S:g} s)")
+            try:
+                await judge.check()
+            except ConfigError as error:
+                raise ConfigError(f"stage {stage.name}: {error}") from None
+            except InferenceError as error:
+                raise InferenceError(f"stage {stage.name}: {error}") from None
 
 
 def make_stage(stage: StageConfig) -> RewardStage:
@@ -103,6 +118,10 @@ class JudgeStage:
     async def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
         """Score each trajectory. Raises EnvError if the endpoint does not answer or its model gives no score."""
         return list(await asyncio.gather(*(self._score(trajectory) for trajectory in trajectories)))
+
+    async def check(self) -> None:
+        """See `Judge.check`."""
+        await self._judge.check()
 
     async def close(self) -> None:
         await self._judge.close()

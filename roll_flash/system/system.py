@@ -61,6 +61,7 @@ from roll_flash.run.run_dir import Checkpoint, RunDir, link_folder
 from roll_flash.run.trained_tasks import TrainedTasks
 from roll_flash.sandboxes import SandboxSpec
 from roll_flash.sandboxes.scratch import sweep_folders
+from roll_flash.stages.reward_stage import check_judges
 from roll_flash.stages.running import RunningStages, open_stages, recorded_scores, stage_consumers
 from roll_flash.stages.teacher import Teacher
 from roll_flash.stream import TrajectoryStream
@@ -260,6 +261,7 @@ async def _show_live_figures(stack: AsyncExitStack, system: System, activities: 
 async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEngine, progress: Progress) -> System:
     config, run_dir = start.config, start.run_dir
     await check_policies(fixed_policies(config.policies), progress.note)
+    await check_judges(config, progress.note)
     teacher = await _open_teacher(stack, start)
     preparation = NodePreparation(config, start.model_folder, start.sandboxes, progress.note)
     with doing("the start", "Ray and the nodes are not ready", announced_s=RAY_START_S):

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from roll_flash.config.tree import load_config
+from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.json_lines import read_lines
 from roll_flash.monitor.metrics import REWARD, STEP_S, read_metrics
 from roll_flash.run.learner_logprobs import read_logprobs
-from roll_flash.stages.reward_stage import RewardModelStage
+from roll_flash.stages.reward_stage import RewardModelStage, check_judges
 from roll_flash.trainer import train
 
 STEPS, GROUPS, REPLICAS = 2, 2, 4
@@ -65,6 +66,26 @@ def reward_model(tmp_path: Path) -> Path:
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "reward")
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "reward")
     return tmp_path / "reward"
+
+
+def test_a_judge_that_does_not_answer_or_has_no_key_is_one_clear_line_before_anything_slow_starts(
+    endpoint: str,
+) -> None:
+    def check(**kwargs: Any) -> list[str]:
+        told: list[str] = []
+        stages = [{"name": "mine", "entry_point": "judge", "kwargs": {"model": "m", **kwargs}}]
+        tree = {"model": {"path": "tiny"}, "envs": [{"id": "A-v0"}], "stages": stages}
+        asyncio.run(check_judges(load_config(tree), told.append))
+        return told
+
+    (line,) = check(endpoint=endpoint)
+    assert line.startswith("asking the judge of stage mine for one token")
+    with pytest.raises(
+        InferenceError, match=r"^stage mine: .*: no connection: Connection refused; is the server up\?$"
+    ):
+        check(endpoint="http://127.0.0.1:1/v1")
+    with pytest.raises(ConfigError, match=r"^stage mine: the environment variable NO_SUCH_KEY is not set"):
+        check(endpoint=endpoint, api_key_env="NO_SUCH_KEY")
 
 
 def test_no_message_ends_itself_before_a_reward_model(reward_model: Path) -> None:
