@@ -28,9 +28,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class RewardOptions:
-    weight: float
-    when: When
-    timeout_s: float
+    weight: float = 1.0
+    when: When = "final"
+    timeout_s: float = REWARD_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,16 @@ class Rubric:
     """A set of reward functions that take the environment. Undecorated ones are final, with weight 1."""
 
     def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
-        self._rewards = [
-            (function, _options_of(function) or RewardOptions(1.0, "final", REWARD_TIMEOUT_S)) for function in functions
-        ]
+        """Raises EnvError for two of one name, of which a record would have one value, and for one without a name."""
+        self._rewards = [(function, options_of(function) or RewardOptions()) for function in functions]
+        names = [getattr(function, "__name__", "") for function, _ in self._rewards]
+        for name, (function, _) in zip(names, self._rewards, strict=True):
+            if not name:
+                raise EnvError(f"the reward {function!r:.80} has no name; write a function with `def`")
+            if names.count(name) > 1:
+                raise EnvError(
+                    f"two rewards are called {name!r}, so that records could not tell them apart; rename one"
+                )
 
     @classmethod
     def of(cls, env_type: type[Any]) -> Rubric:
@@ -116,11 +123,12 @@ def reward_methods(env_type: type[Any]) -> dict[str, Callable[..., Any]]:
         name: getattr(env_type, name)
         for base in reversed(env_type.__mro__)
         for name in vars(base)
-        if _options_of(getattr(env_type, name, None)) is not None
+        if options_of(getattr(env_type, name, None)) is not None
     }
 
 
-def _options_of(function: Any) -> RewardOptions | None:
+def options_of(function: Any) -> RewardOptions | None:
+    """Return the arguments of `@reward`; None for a function that it does not decorate."""
     found = getattr(function, _MARK, None)
     return found if isinstance(found, RewardOptions) else None
 

@@ -231,9 +231,10 @@ def _call_of(value: Any, tools: Mapping[str, ToolDescription]) -> ToolCall | Bad
 def _tag_call(text: str, match: re.Match[str], tools: Mapping[str, ToolDescription]) -> tuple[ToolCall | BadCall, int]:
     name_and_attributes = match[0].strip("<>").removesuffix("/")
     name, _, attributes = name_and_attributes.partition(next((c for c in name_and_attributes if c.isspace()), " "))
-    given: dict[str, Any] = {
+    texts = {
         found[1]: unescaped(found[2] if found[2] is not None else found[3]) for found in _ATTRIBUTE.finditer(attributes)
     }
+    given = {argument: _value_of(tools[name], argument, text) for argument, text in texts.items()}
     if match[0].endswith("/>"):
         return ToolCall(name, given), match.end()
     close = text.find(f"</{name}>", match.end())
@@ -261,7 +262,29 @@ def _with_body(tool: ToolDescription, given: dict[str, Any], body: str) -> ToolC
         return BadCall(
             f"{tool.name}: write its arguments as JSON: <{tool.name}>{_example(tool)}</{tool.name}>", tool.name
         )
-    return ToolCall(tool.name, {**given, target: body.removeprefix("\n").removesuffix("\n")})
+    return ToolCall(tool.name, {**given, target: _value_of(tool, target, body.removeprefix("\n").removesuffix("\n"))})
+
+
+def _value_of(tool: ToolDescription, argument: str, text: str) -> Any:
+    """Return the text of an argument in tags; if it must be a list or an object, the one that the text is as JSON."""
+    kinds = _kinds(tool.parameters, tool.parameters.get("properties", {}).get(argument))
+    if "string" in kinds or kinds.isdisjoint(("array", "object")):
+        return text
+    try:
+        return _decoder.decode(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _kinds(schema: Mapping[str, Any], part: Any, depth: int = 3) -> set[str]:
+    """Return the JSON types that a part of a schema allows, as far as it says so in `type`, `anyOf` and `$ref`."""
+    if not isinstance(part, Mapping) or not depth:
+        return set()
+    if isinstance(name := part.get("$ref"), str) and isinstance(known := schema.get("$defs"), Mapping):
+        return _kinds(schema, known.get(name.rpartition("/")[2]), depth - 1)
+    if isinstance(options := part.get("anyOf"), list):
+        return {kind for option in options for kind in _kinds(schema, option, depth - 1)}
+    return {str(part.get("type"))}
 
 
 def _example(tool: ToolDescription) -> str:

@@ -13,10 +13,11 @@ import typing
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Annotated, Any, TypeVar, overload
 
 import docstring_parser
 import pydantic
+from pydantic.fields import FieldInfo
 
 from roll_flash.errors import EnvError
 
@@ -199,8 +200,7 @@ def _arguments_model(
             raise ToolDefinitionError(
                 f"tool {name}: parameter {parameter.name} has no type; write {parameter.name}: str"
             )
-        default = ... if parameter.default is parameter.empty else parameter.default
-        fields[parameter.name] = (hints[parameter.name], pydantic.Field(default, description=about.get(parameter.name)))
+        fields[parameter.name] = _field(hints[parameter.name], parameter.default, about.get(parameter.name))
     try:
         config = pydantic.ConfigDict(
             extra="forbid",
@@ -215,6 +215,15 @@ def _arguments_model(
         reason = str(error).partition("\n")[0]
         raise ToolDefinitionError(f"tool {name}: a parameter's type has no JSON form: {reason}") from None
     return model
+
+
+def _field(hint: Any, default: Any, description: str | None) -> tuple[Any, Any]:
+    """Return the type of a parameter, and its default. The description is that of the docstring, else that of a
+    `Field` of pydantic, which stands in the type (`Annotated`) or in the place of the default."""
+    described: dict[str, Any] = {} if description is None else {"description": description}
+    if isinstance(default, FieldInfo):
+        return Annotated[hint, default, pydantic.Field(**described)], pydantic.Field()
+    return hint, pydantic.Field(... if default is inspect.Parameter.empty else default, **described)
 
 
 def without_titles(schema: Any) -> Any:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TextIO, cast
+
+import numpy as np
+from pydantic_core import to_jsonable_python
 
 from roll_flash.chat.model_text import cut_middle
 from roll_flash.sandboxes.result import ExecResult
@@ -24,8 +27,22 @@ def render_result(value: Any, max_characters: int) -> str:
     if isinstance(value, bytes):
         value = _decoded(value, max_characters)
     if not isinstance(value, str):
-        value = json.dumps(value, default=str, ensure_ascii=False)
+        value = _as_json(value)
     return cut_middle(value, max_characters) or "(no output)"
+
+
+def _as_json(value: Any) -> str:
+    """Models of pydantic, dataclasses and NumPy's values are written as what they hold, all that JSON does not know as
+    its `str`."""
+    with suppress(ValueError):  # bytes that are no text, or a value that contains itself, which `json` names better
+        value = to_jsonable_python(value, fallback=_plain)
+    return json.dumps(value, default=str, ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.floating):
+        return float(str(value))  # 0.3 of float32 is 0.3, not 0.30000001192092896
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
 def _command_output(result: ExecResult, max_characters: int) -> str:

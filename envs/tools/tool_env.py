@@ -14,6 +14,7 @@ import logging
 import math
 import random
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
@@ -85,6 +86,8 @@ class _Episode:
     """Seconds that the calls of all turns so far took."""
     calls_end_at: float = math.inf
     """Deadline of this turn's calls, on the clock `time.monotonic()`."""
+    of_turns: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Sum of what each reward of turns gave so far."""
     turn: int = 0
     finished: bool = False
 
@@ -200,8 +203,9 @@ class ToolEnv(Env):
         terminated = observation is None or self._episode.finished
         truncated = not terminated and self._episode.turn >= self.max_turns
         of_turn = await self._rubric.score(self, "turn")
-        final, info = await self.conclude() if terminated or truncated else (0.0, self._tool_info())
-        info["rewards"] = {**of_turn.values, **info.get("rewards", {})}
+        for name, value in of_turn.values.items():
+            self._episode.of_turns[name] += value
+        final, info = await self.conclude() if terminated or truncated else (0.0, self._info({}))
         return observation or "", of_turn.total + final, terminated, truncated, info
 
     async def close(self) -> None:
@@ -213,11 +217,13 @@ class ToolEnv(Env):
         success = self.success
         if success is None and self._rubric.defines_success:
             success = final.is_full and final.total >= self.full_reward - TOLERANCE
-        return final.total, {**self._tool_info(), "rewards": dict(final.values), "success": success}
+        return final.total, {**self._info(final.values), "success": success}
 
-    def _tool_info(self) -> dict[str, Any]:
+    def _info(self, final: Mapping[str, float]) -> dict[str, Any]:
+        """Return the usage of the tools, and the values of the rewards: `final`, and those of the turns so far."""
         ignored = {"mcp_ignored": self._servers.ignored} if self._servers.ignored else {}
-        return {"tools": {name: asdict(use) for name, use in self._episode.use.items()}, **ignored}
+        tools = {name: asdict(use) for name, use in self._episode.use.items()}
+        return {"tools": tools, **ignored, "rewards": {**self._episode.of_turns, **final}}
 
     async def _run_calls(self, calls: Sequence[ToolCall | BadCall]) -> Observation:
         began = time.monotonic()
@@ -340,7 +346,7 @@ class SandboxToolEnv(ToolEnv, SandboxEnv):
             if not is_caused_by_code(error):
                 raise
             why = {"sandbox_died": error.reason} if isinstance(error, SandboxDied) else {"sandbox_busy": True}
-            return 0.0, {**self._tool_info(), "rewards": {}, "success": False, **why}
+            return 0.0, {**self._info({}), "success": False, **why}
 
 
 def _rendered(found: Any, max_characters: int) -> str | Awaitable[Any]:

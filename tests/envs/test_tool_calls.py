@@ -201,6 +201,70 @@ def test_the_example_of_the_tag_format_is_itself_a_call() -> None:
     assert calls(text.splitlines()[-1]) == [("write", {"path": "...", "content": "CONTENT"})]
 
 
+class Item(pydantic.BaseModel):
+    name: str
+    count: int = 1
+
+
+def test_what_a_field_says_of_an_argument_is_shown_and_checked_wherever_it_stands() -> None:
+    """In the place of the default the field itself was the value, and nothing was required; in the type it lost its
+    description."""
+
+    def find(
+        text: Annotated[str, pydantic.Field(description="what", min_length=2)],
+        most: int = pydantic.Field(ge=1, description="how many"),
+        place: str = pydantic.Field("here", description="where"),
+        again: str = pydantic.Field("", description="unused"),
+    ) -> None:
+        """Find.
+
+        Args:
+            again: as the text says
+        """
+
+    tool = make_tool(find)
+    about = {name: part["description"] for name, part in tool.parameters["properties"].items()}
+    assert about == {"text": "what", "most": "how many", "place": "where", "again": "as the text says"}
+    assert tool.parameters["required"] == ["text", "most"]
+    assert tool.check({"text": "ab", "most": 3}) == {"text": "ab", "most": 3, "place": "here", "again": ""}
+    with pytest.raises(WrongArguments, match=r"the argument most is missing"):
+        tool.check({"text": "ab"})
+    with pytest.raises(WrongArguments, match=r"most: Input should be greater than or equal to 1"):
+        tool.check({"text": "ab", "most": 0})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '<order>[{"name": "fig", "count": 2}]</order>',
+        '<order>\n[{"name": "fig", "count": 2}]\n</order>',
+        """<order items='[{"name": "fig", "count": 2}]'/>""",
+        '<order>{"items": [{"name": "fig", "count": 2}]}</order>',
+    ],
+)
+def test_a_list_or_an_object_in_tags_is_read_as_json(call: str) -> None:
+    """There is only text between tags: a tool could not be called as its description shows."""
+
+    def order(items: list[Item], note: str = "") -> None:
+        """Order."""
+
+    tools = {"order": make_tool(order)}
+    (found,) = parse_tool_calls(call, tools)
+    assert isinstance(found, ToolCall)
+    assert tools["order"].check(found.arguments) == {"items": [Item(name="fig", count=2)], "note": ""}
+
+
+def test_only_what_must_be_a_list_or_an_object_is_read_as_json() -> None:
+    def keep(text: str, item: Item | None = None, either: str | list[int] = "") -> None:
+        """Keep."""
+
+    tools = {"keep": make_tool(keep)}
+    (found,) = parse_tool_calls("""<keep item='{"name": "a"}' either="[1]">{"text": </keep>""", tools)
+    assert found == ToolCall("keep", {"item": {"name": "a"}, "either": "[1]", "text": '{"text": '})
+    (found,) = parse_tool_calls("<keep item='no item' text='[1]'/>", tools)
+    assert found == ToolCall("keep", {"item": "no item", "text": "[1]"})
+
+
 def test_functions_that_cannot_be_tools_say_why() -> None:
     def undocumented(a: int) -> None: ...
 

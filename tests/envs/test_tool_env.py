@@ -7,11 +7,14 @@ import copy
 import functools
 import re
 import time
+from dataclasses import dataclass
+from datetime import date
 from fractions import Fraction
 from typing import Annotated, Any, cast
 
+import numpy as np
 import pytest
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BaseModel
 
 import roll_flash
 from roll_flash.chat.judge import Judge
@@ -153,8 +156,20 @@ def test_an_episode_with_tools_and_an_answer_earns_its_rewards() -> None:
     assert steps[1][0] == "Output: 4\nOutput: 42"
     _, total, terminated, truncated, info = steps[2]
     assert (total, terminated, truncated, info["success"]) == (1.0, True, False, True)
-    assert info["rewards"] == {"an_error": 0.0, "answered_four": 1.0, "used_a_tool": 1.0}
+    assert info["rewards"] == {"an_error": 1.0, "answered_four": 1.0, "used_a_tool": 1.0}
     assert (info["tools"]["add"]["calls"], info["tools"]["add"]["errors"]) == (2, 1)
+
+
+def test_what_rewards_of_turns_gave_is_added_up_however_the_episode_ends() -> None:
+    """The record had what the last turn gave, or nothing if the run ended the episode."""
+    env = Workshop()
+    steps = play(env, "<broken/>", "<double>1</double>", "<broken/>")
+    assert [step[4]["rewards"] for step in steps] == [{"an_error": 1.0}, {"an_error": 1.0}, {"an_error": 2.0}]
+    final, info = asyncio.run(env.conclude())
+    assert info["rewards"] == {"an_error": 2.0, "answered_four": 0.0, "used_a_tool": 0.0}
+    weighted = {"an_error": -0.1, "answered_four": 0.5, "used_a_tool": 0.5}
+    earned = final + sum(step[1] for step in steps)
+    assert earned == pytest.approx(sum(weighted[name] * value for name, value in info["rewards"].items()))
 
 
 @pytest.mark.parametrize(
@@ -364,6 +379,49 @@ def test_a_sandbox_that_the_model_has_filled_up_is_worth_0_and_one_that_others_e
             asyncio.run(play())
 
 
+@dataclass
+class Price:
+    fruit: str
+    cents: Any
+
+
+class Receipt(BaseModel):
+    at: date
+    prices: list[Price]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (Price("fig", 9), '{"fruit": "fig", "cents": 9}'),
+        (
+            Receipt(at=date(2024, 1, 2), prices=[Price("fig", np.int64(9))]),
+            '{"at": "2024-01-02", "prices": [{"fruit": "fig", "cents": 9}]}',
+        ),
+        (np.int64(3), "3"),
+        ({np.int64(3): np.float32(0.3)}, '{"3": 0.3}'),
+        (np.array([[1, 2]]), "[[1, 2]]"),
+        ({"found": np.bool_(True), "raw": b"a", "of": {1}}, '{"found": true, "raw": "a", "of": [1]}'),
+    ],
+)
+def test_the_model_sees_what_a_result_holds(value: Any, shown: str) -> None:
+    """A number of NumPy was shown as a text, a model of pydantic as its `repr`."""
+
+    class Shows(ToolEnv):
+        tool_format = "tags"
+
+        async def begin(self, seed: int) -> str:
+            return "Look."
+
+        @tool()
+        def look(self) -> Any:
+            """Look."""
+            return value
+
+    ((said, *_),) = play(Shows(), "<look/>")
+    assert said == f"Output: {shown}"
+
+
 def test_two_tools_of_one_name_are_refused_when_the_environment_is_made() -> None:
     class Twice(ToolEnv):
         tools = (double, double)
@@ -387,6 +445,24 @@ def test_rewards_are_weighted_and_may_be_plain_functions() -> None:
 
     assert score(slow, plain).total == 2.5
     assert Rubric([slow, plain]).full_reward == 4
+
+
+def test_two_rewards_of_one_name_and_one_without_are_refused() -> None:
+    """The record had one value for both."""
+
+    def near(to: int) -> Any:
+        def is_near(env: Any) -> float:
+            return 1.0 / to
+
+        return is_near
+
+    class Judged(ToolEnv):
+        rewards = (near(1), near(2))
+
+    with pytest.raises(EnvError, match="two rewards are called 'is_near'"):
+        Judged()
+    with pytest.raises(EnvError, match=r"reward functools\.partial.* has no name; write a function"):
+        Rubric([functools.partial(near(1))])
 
 
 @pytest.mark.parametrize(("options", "success"), [({"when": "turn"}, None), ({"weight": 0.0}, None), ({}, False)])
