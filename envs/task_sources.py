@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, TypeVar
 
 from roll_flash.config.fields import require_json
@@ -21,6 +23,8 @@ OWN_SOURCES = {"TaskFolder-v0": "roll_flash.envs.adapters.task_folders.source:Fo
 NAMED_SOURCES = {"fork_points": "roll_flash.replay.fork_points:ForkPoints"}
 """Task sources that `task_source.entry_point` gives by name."""
 ROWS_SOURCE = "roll_flash.envs.datasets.source:DatasetTasks"
+_KINDS: dict[str, type] = {"task_id": str, "env_id": str, "seed": Integral, "level": str, "kwargs": Mapping}
+"""Types of what a task of a user has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,8 @@ def _open_level(env: EnvConfig, kwargs: Mapping[str, Any], held_out_from: int, m
         entry_point = env.task_source.entry_point
         if (named := NAMED_SOURCES.get(entry_point)) is not None:
             return _call(named, _at_level(env, kwargs), {**env.task_source.kwargs, "held_out_from": held_out_from})
-        return UsersSource(_call(entry_point, _at_level(env, kwargs), env.task_source.kwargs), entry_point)
+        source = _call(entry_point, _at_level(env, kwargs), env.task_source.kwargs)
+        return UsersSource(source, entry_point, env.max_turns)
     if env.data is not None:
         return _call(ROWS_SOURCE, _at_level(env, kwargs), {"model": model})
     if env.id in OWN_SOURCES:
@@ -130,18 +135,26 @@ def _call(entry_point: str, env: EnvConfig, kwargs: Mapping[str, Any]) -> TaskSo
 class UsersSource(TaskSource):
     """A task source that a user wrote: its mistakes end the run with one line that names it.
 
-    Calls `source`. Raises RunError if it raises, gives no task, or gives what no checkpoint can hold.
+    Calls `source`. Raises RunError if it raises, gives no task, or gives what no checkpoint can hold. `max_turns`: of
+    its entry of `envs`, for tasks that say nothing of their turns.
     """
 
-    def __init__(self, source: TaskSource, name: str) -> None:
+    def __init__(self, source: TaskSource, name: str, max_turns: int | None = None) -> None:
         self._source = source
         self._name = name
+        self._max_turns = max_turns
 
     def next(self) -> Task:
         return self._checked(self._call("next", self._source.next))
 
     def held_out(self, count: int) -> Sequence[Task]:
-        return [self._checked(task) for task in self._call("held_out", lambda: list(self._source.held_out(count)))]
+        tasks = [self._checked(task) for task in self._call("held_out", lambda: list(self._source.held_out(count)))]
+        name, uses = next(iter(Counter(task.task_id for task in tasks).most_common(1)), ("", 1))
+        if uses > 1:
+            raise RunError(
+                f"task source {self._name}: {uses} held-out tasks have the task_id {name!r}; each has its own"
+            )
+        return tasks
 
     def shuffle(self, seed: int) -> None:
         self._call("shuffle", lambda: self._source.shuffle(seed))
@@ -179,8 +192,12 @@ class UsersSource(TaskSource):
     def _checked(self, task: Any) -> Task:
         if not isinstance(task, Task):
             raise RunError(f"task source {self._name}: gave a {type(task).__name__}, not a roll_flash.Task")
+        for name, kind in _KINDS.items():
+            if not isinstance(value := getattr(task, name), kind):
+                raise RunError(f"task source {self._name}: a task's {name} is {value!r:.60}, no {kind.__name__}")
         self._require(require_json, dict(task.kwargs), f"the kwargs of task {task.task_id}")
-        return task
+        # A seed may be NumPy's, which neither `random` nor gymnasium takes.
+        return replace(task, seed=int(task.seed), max_turns=task.max_turns or self._max_turns)
 
     def _require(self, check: Callable[[Any], object], value: Any, what: str) -> None:
         try:

@@ -177,6 +177,23 @@ def test_a_dry_run_makes_each_task_source_of_the_user_once(levels: list[dict[str
     assert load_object(entry_point).made == [*levels, {}]
 
 
+def test_levels_that_alone_have_an_argument_are_refused_before_each_task_of_the_evaluation_fails(
+    tmp_path: Path,
+) -> None:
+    """An evaluation uses no level: all its attempts failed, after servers and workers had started."""
+    (tmp_path / "sized.py").write_text(
+        "import roll_flash\nclass Sized(roll_flash.Env):\n"
+        "    def __init__(self, size): self.size = size\n"
+        "    async def reset(self, *, seed=None, options=None): return 'go', {}\n"
+    )
+    envs = [{"id": f"{tmp_path}/sized.py:Sized", "levels": [{"size": 3}, {"size": 4}]}]
+    words = ("inference.engine=transformers", f"runs={tmp_path}")
+    with pytest.raises(ConfigError, match=r"kwargs \{\}: TypeError.*'size'.*; evaluations use kwargs without a level"):
+        check_parts(config(*words, envs=envs))
+    assert check_parts(config(*words, envs=[{**envs[0], "kwargs": {"size": 5}}])).first_tasks
+    assert check_parts(config(*words, "eval.before_and_after=false", envs=envs)).first_tasks
+
+
 def test_a_missing_library_of_another_system_for_metrics_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -18,18 +18,20 @@ from typing import Any
 import gymnasium
 
 from roll_flash.chat.model_text import cut_middle, encodable
-from roll_flash.config.tree import RolloutConfig
+from roll_flash.config.tree import EnvConfig, RolloutConfig
 from roll_flash.config.user_code import described
 from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.base import Env, SandboxEnv
 from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError, TaskError
 from roll_flash.sandboxes import SandboxSpec
+from roll_flash.terminal import say
 from roll_flash.types import Message, Task, as_reward
 
 QUICK_MAKE_S = 1e-3
 """Seconds. An asynchronous environment whose constructor is faster needs no thread for it."""
 
+MAX_TURNS: int = EnvConfig.model_fields["max_turns"].default
 MAX_CHARACTERS = 1 << 22
 """Maximum characters of an answer, about a million tokens, which its messages share. An action can make an answer far
 longer, which fits into no context and would be written with its episode several times: no reader of a run's files takes
@@ -55,8 +57,12 @@ def check_environments(
     tasks: Iterable[Task], rollout: RolloutConfig, no_roles: str = "", policies: Collection[str] = ()
 ) -> list[SandboxEnv]:
     """Make the environment of each task once; return those that need a sandbox. `no_roles`: why an environment may not
-    have several; `policies`: the fixed ones that it may ask. Raises ConfigError with the reason."""
+    have several; `policies`: the fixed ones that it may ask. Says which would be cut short without anybody's wish.
+    Raises ConfigError with the reason."""
+    tasks = list(tasks)
     made = [_checked(task, rollout, no_roles, policies) for task in tasks]
+    for line in dict.fromkeys(filter(None, map(_cut_short, tasks, made))):
+        say(line, error=True)
     return [env for env in made if isinstance(env, SandboxEnv)]
 
 
@@ -84,6 +90,18 @@ def _checked(task: Task, rollout: RolloutConfig, no_roles: str, policies: Collec
     except (Exception, SystemExit) as error:  # user code may raise anything
         with_kwargs = f"{task.env_id!r} with kwargs {dict(task.kwargs)}"
         raise TaskError(f"envs: {with_kwargs}: {described(error)}") from None
+
+
+def _cut_short(task: Task, env: Any) -> str | None:
+    """Return a line if the environment has more turns than the run, whose default they are."""
+    spec = gymnasium.registry.get(task.env_id.rpartition(":")[2])
+    own = task.kwargs.get("max_turns") or getattr(env, "max_turns", None) or getattr(spec, "max_episode_steps", None)
+    if not isinstance(own, int) or task.max_turns != MAX_TURNS or own <= MAX_TURNS:
+        return None
+    return (
+        f"{task.env_id} has up to {own} turns, but the run ends its episodes after {MAX_TURNS}, the default of "
+        f"max_turns of its entry of envs: set that to {own}"
+    )
 
 
 def _check_place(env_id: str, env: Any) -> None:

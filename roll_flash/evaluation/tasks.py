@@ -50,7 +50,7 @@ def build_episodes(
                     replica=attempt,
                     task=task,
                     sampling=sampling.with_own_seed(index).with_own_seed(attempt),
-                    max_turns=env.max_turns,
+                    max_turns=task.max_turns or env.max_turns,
                 )
             )
     return specs

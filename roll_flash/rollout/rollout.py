@@ -415,7 +415,7 @@ class Rollout:
         else:
             self._failures_in_a_row = 0
             self._last_causes.clear()
-            score = outcome.reward if outcome.success is None else float(outcome.success)
+            score = min(1.0, max(0.0, outcome.reward if outcome.success is None else outcome.success))
             self._tasks.report(outcome.task, score)
         is_kept = self.scheduler.finished(outcome)
         if isinstance(outcome, FinishedEpisode):

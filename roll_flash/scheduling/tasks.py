@@ -11,7 +11,7 @@ import math
 import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -25,6 +25,7 @@ EXPLORATION = 0.1
 """Share of a curriculum's draws that ignore the success rates."""
 REMEMBERED_REPLICAS = 200.0
 """Number of replicas over which a curriculum averages the success rate of a level."""
+Rows = Iterable[Mapping[str, Any]]
 
 
 class TaskSource(ABC):
@@ -171,22 +172,18 @@ class SeedTasks(ShuffledTasks):
 
 
 class RowTasks(ShuffledTasks):
-    """Rows of a data set. Each row is merged over the `kwargs` of `env` and makes one environment.
+    """Rows of a list, a generator or the library `datasets`. Each, over the `kwargs` of `env`, makes one environment.
 
-    Raises ConfigError if a held-out row is also a training row, or if a row is not JSON.
+    Raises ConfigError if a held-out row is also a training row, or if a row is no mapping or not JSON.
     """
 
-    def __init__(
-        self, env: EnvConfig, train: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]] = ()
-    ) -> None:
-        if not train:
+    def __init__(self, env: EnvConfig, train: Rows, held_out: Rows = ()) -> None:
+        self._env, self._train, self._held_out = env, list(train), list(held_out)
+        if not self._train:
             raise ConfigError(f"{env.id}: there is no row to train on")
-        self._env = env
-        self._train = train
-        self._held_out = held_out
         self._level = _described(env.id, env.kwargs)
-        _require_different_rows(env.id, train, held_out)
-        super().__init__(len(train))
+        _require_different_rows(env.id, self._train, self._held_out)
+        super().__init__(len(self._train))
 
     def task(self, index: int) -> Task:
         return self._task_of("train", index, self._train[index])
@@ -200,9 +197,7 @@ class RowTasks(ShuffledTasks):
         return Task(task_id, env.id, index, {**env.kwargs, **row}, env.max_turns, level=self._level)
 
 
-def _require_different_rows(
-    env_id: str, train: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]]
-) -> None:
+def _require_different_rows(env_id: str, train: Rows, held_out: Rows) -> None:
     held_out_at = {_content(env_id, row): index for index, row in enumerate(held_out)}
     for index, row in enumerate(train):
         if (same := held_out_at.get(_content(env_id, row))) is not None:
@@ -210,6 +205,8 @@ def _require_different_rows(
 
 
 def _content(env_id: str, row: Mapping[str, Any]) -> str:
+    if not isinstance(row, Mapping):
+        raise ConfigError(f"{env_id}: a row is a mapping of arguments to values, not {row!r:.60}")
     try:
         return json.dumps(row, sort_keys=True)
     except (TypeError, ValueError) as error:

@@ -15,7 +15,7 @@ from roll_flash.envs.hosting.environments import check_environments
 from roll_flash.envs.hosting.first_prompts import TASKS, PromptCheck
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
 from roll_flash.envs.task_sources import first_tasks_of_levels, open_entries
-from roll_flash.errors import ConfigError
+from roll_flash.errors import ConfigError, TaskError
 from roll_flash.evaluation.tasks import held_out_of
 from roll_flash.gateway.policies import fixed_policies
 from roll_flash.inference.open import check_engine, computes_on_gpus, why_no_replay
@@ -76,8 +76,12 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
     if not trains or config.eval.before_and_after or config.eval.every:
         for entry in entries:
             (first, *_) = held_out_of(entry.source, entry.env, config.eval)
-            if entry.env.task_source is not None:
-                check_environments([first], config.rollout, policies=config.policies)
+            if entry.env.task_source is not None or entry.env.levels:  # else the first training task is like it
+                try:
+                    check_environments([first], config.rollout, policies=config.policies)
+                except TaskError as error:
+                    why = "; evaluations use kwargs without a level: give these all that it needs"
+                    raise TaskError(f"{error}{why if entry.env.levels else ''}") from None
     specs = [env.sandbox_spec or default_spec(config.sandbox) for env in in_sandboxes]
     if trains:
         check_exporters(config.monitor.export)

@@ -516,6 +516,35 @@ def test_no_episode_sees_what_another_has_changed_in_the_arguments_of_their_task
     assert task.kwargs == {"words": ["cat"], "rules": {"turns": 1}}
 
 
+class Long(ToolEnv):
+    max_turns = 20
+
+
+@pytest.mark.parametrize(
+    ("env_id", "kwargs", "max_turns", "own"),
+    [
+        ("LongForTest-v0", {}, 8, 20),
+        ("LongForTest-v0", {}, 9, None),
+        ("LongForTest-v0", {"max_turns": 4}, 8, None),
+        ("TextFrozenLake-v0", {"max_turns": 30}, 8, 30),
+        ("TextFrozenLake-v0", {}, 8, None),
+        ("StepsForTest-v0", {}, 8, 50),
+    ],
+)
+def test_an_environment_that_the_default_of_a_run_would_cut_short_is_said(
+    env_id: str, kwargs: dict[str, Any], max_turns: int, own: int | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A class with 20 turns ended after 8 without a word."""
+    register_env("LongForTest-v0", Long)
+    gymnasium.register("StepsForTest-v0", Blocking, max_episode_steps=50)
+    check_environments([Task("t", env_id, seed, kwargs, max_turns) for seed in range(2)], RolloutConfig())
+    said = [line for line in capfd.readouterr().err.splitlines() if "has up to" in line]
+    line = (
+        f"{env_id} has up to {own} turns, but the run ends its episodes after 8, the default of max_turns of its entry"
+    )
+    assert said == ([] if own is None else [f"{line} of envs: set that to {own}"])
+
+
 def test_a_sandbox_spec_that_is_none_is_one_clear_line() -> None:
     """A dict was an internal error: "unhashable type"."""
 

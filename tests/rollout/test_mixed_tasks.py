@@ -136,6 +136,7 @@ def test_a_config_mixes_environments_by_weight_and_draws_their_levels() -> None:
         ({"envs": [{"id": "A-v0", "weight": 0}]}, "envs.0.weight"),
         ({"envs": [B, A, B]}, "named twice"),
         ({"envs": []}, "at least one environment"),
+        ({"envs": [A, {"id": "A-v0", "success_above": 0.5}]}, "success_above is one for all entries with the id A-v0"),
         ({"envs": [A, {"id": "B-v0", "train_seeds": [0, 2_000_000_000]}]}, "overlap train_seeds of B-v0"),
         ({"envs": [A, {"id": "B-v0", "wieght": 2}]}, "did you mean 'envs.1.weight'"),
     ],

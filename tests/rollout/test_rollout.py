@@ -187,6 +187,20 @@ def test_a_task_source_that_ends_while_its_last_group_fails_ends_the_run_too() -
     assert [(group["group_id"], group["reason"]) for group in log.dropped] == [("g00000002", "too_few_trajectories")]
 
 
+def test_a_source_learns_a_score_from_0_to_1_whatever_an_environment_pays() -> None:
+    """Where it does not tell success, the score was the reward, such as 57 or -3."""
+    scores: list[float] = []
+
+    class Hears(SeedTasks):
+        def report(self, task: Task, score: float) -> None:
+            scores.append(score)
+
+    paid = iter([57.0, -3.0, 0.25, 1.0])
+    fleet = ThisProcess(lambda spec, version: trajectory(spec, [version], next(paid, 0.0)))
+    train(fleet, Hears("Env-v0", {}, (0, 100)), steps=1, groups_per_step=1, group_size=4)
+    assert sorted(scores[:4]) == [0.0, 0.25, 1.0, 1.0]
+
+
 def test_when_one_of_several_sources_ends_the_others_go_on() -> None:
     mixed = MixedTasks([tasks_of("Short-v0", end=True), tasks_of("Long-v0")], [1, 1])
     drawn = [mixed.next().env_id for _ in range(12)]

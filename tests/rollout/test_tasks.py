@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -112,11 +113,33 @@ def test_each_row_is_trained_on_once_before_any_comes_again() -> None:
         (rows(3), [{"question": "9"}, {"question": "1"}], "held-out row 1 is also training row 1"),
         ([{"day": object()}], [], "no checkpoint can hold the row"),
         ([], rows(3), "no row to train on"),
+        (["question", "answer"], [], "a row is a mapping of arguments to values, not 'question'"),
     ],
 )
 def test_rows_that_cannot_be_used_are_one_line(train: list[Any], held_out: list[Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         RowTasks(ENV, train, held_out)
+
+
+class Stored:
+    """As a data set of the library `datasets`: a part of it is a mapping of columns."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return {"question": [str(n) for n in range(5)[index]]}
+        if index >= 5:
+            raise IndexError
+        return {"question": str(index)}
+
+
+@pytest.mark.parametrize("held_out", [Stored(), (row for row in rows(5))])
+def test_rows_may_be_of_a_library_or_come_one_by_one(held_out: Any) -> None:
+    source = RowTasks(ENV, (row for row in rows(7, first=10)), held_out)
+    assert source.size == 7
+    assert [task.kwargs["question"] for task in source.held_out(2)] == ["0", "1"]
 
 
 def test_a_curriculum_over_data_sets_learns_which_one_teaches_and_stays_small() -> None:
@@ -208,7 +231,14 @@ class Faulty(Endless):
                 return replace(task, kwargs={"day": object()})
             case "key":
                 return replace(task, kwargs={"pays": {1: 0.5}})
+            case "id":
+                return replace(task, task_id=7)
+            case "seed":
+                return replace(task, seed=0.5)
         return task
+
+    def held_out(self, count: int) -> list[Task]:
+        return [Task("one for all", self._env.id, number) for number in range(count)]
 
     def state(self) -> dict[str, Any]:
         return {"seen": {1, 2}}
@@ -227,6 +257,8 @@ class Faulty(Endless):
         ("no task", "Faulty: gave a dict, not a roll_flash.Task"),
         ("kwargs", "Faulty: no checkpoint can hold the kwargs of task counting:Counting-v0:1: Object of type object"),
         ("key", "no checkpoint can hold the kwargs of task counting:Counting-v0:1: The key 1 is no text"),
+        ("id", "Faulty: a task's task_id is 7, no str"),
+        ("seed", "Faulty: a task's seed is 0.5, no Integral"),
     ],
 )
 def test_a_source_that_goes_wrong_ends_the_run_with_one_line_that_names_it(mistake: str, says: str) -> None:
@@ -243,6 +275,32 @@ def test_a_source_whose_state_or_scores_go_wrong_is_named() -> None:
         source.state()
     with pytest.raises(ValueError, match="Faulty: restore raised RuntimeError: not mine"):
         source.restore({})
+
+
+def test_held_out_tasks_of_one_name_are_refused() -> None:
+    """Each would take the place of the other in the results, and one of them would count twice."""
+    chosen = config(task_source={"entry_point": f"{__name__}:Faulty", "kwargs": {"mistake": ""}})
+    assert len(held_out_tasks(chosen.envs[0], chosen.eval.model_copy(update={"tasks": 1}))) == 1
+    with pytest.raises(RunError, match="Faulty: 2 held-out tasks have the task_id 'one for all'"):
+        held_out_tasks(chosen.envs[0], chosen.eval.model_copy(update={"tasks": 2}))
+
+
+class FromNumpy(Endless):
+    def next(self) -> Task:
+        return replace(super().next(), seed=np.int64(5), max_turns=None)
+
+
+def test_tasks_that_name_no_turns_have_those_of_their_entry_and_a_seed_of_numpy_is_a_plain_one() -> None:
+    """In a mixture they had those of the first entry; `random` and gymnasium refuse a seed of NumPy."""
+    own = {"id": "counting:Counting-v0", "max_turns": 3, "task_source": {"entry_point": f"{__name__}:FromNumpy"}}
+    tree = {"model": {"path": "tiny"}, "envs": [{"id": "A-v0", "max_turns": 9}, own]}
+    source = open_tasks(load_config(tree))
+    assert [(task.env_id, task.max_turns) for task in (source.next(), source.next())] == [
+        ("A-v0", 9),
+        ("counting:Counting-v0", 3),
+    ]
+    task = open_tasks(load_config({**tree, "envs": [own]})).next()
+    assert (type(task.seed), task.seed) == (int, 5)
 
 
 def test_seeds_beside_a_source_are_refused_and_the_saved_config_runs_again(tmp_path: Path) -> None:
