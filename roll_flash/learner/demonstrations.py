@@ -44,12 +44,19 @@ class Demonstrations(Protocol):
 
 
 def check_demonstrations(config: WarmStartConfig, model_folder: Path, model: ModelConfig) -> None:
-    """Raises ConfigError for a missing source, and for the first row that is no conversation to imitate; or if no row
-    is short enough. Says how many are not. Reads no episode of a run."""
+    """Raises ConfigError for a missing source, for a key that it does not read, and for the first row that is no
+    conversation to imitate; or if no row is short enough. Says how many are not. Reads no episode of a run."""
     if (episodes := _episodes_of(config)) is not None:
         if not step_files(episodes):
             raise ConfigError(f"warm_start.demonstrations: {episodes} has no episodes (step_*.jsonl)")
+        if given := {"columns", "subset", "split"} & config.model_dump(exclude_defaults=True).keys():
+            raise ConfigError(f"warm_start.{min(given)} is for rows, and {episodes} has episodes of a run; remove it")
         return
+    if config.min_reward is not None:
+        raise ConfigError(
+            f"warm_start.min_reward is for episodes of a run; {config.demonstrations} has rows, all of which are "
+            "imitated: leave out those that are worth too little, and remove it"
+        )
     demonstrations = _open_rows(config, model_folder, model)
     tried, too_long = 0, 0
     for index in range(len(demonstrations)):

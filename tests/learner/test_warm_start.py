@@ -143,6 +143,25 @@ def test_a_file_that_cannot_be_used_is_one_clear_line(tiny: Path, tmp_path: Path
         load_demonstrations(config(file), tiny, 200)
 
 
+@pytest.mark.parametrize(
+    ("of_a_run", "options", "says"),
+    [
+        (False, {"min_reward": 1.0}, "warm_start.min_reward is for episodes of a run; .* has rows"),
+        (True, {"columns": {"prompt": "question"}}, "warm_start.columns is for rows, and .* has episodes of a run"),
+        (True, {"split": "test"}, "warm_start.split is for rows"),
+    ],
+)
+def test_a_key_that_the_demonstrations_do_not_have_is_refused(
+    tiny: Path, tmp_path: Path, of_a_run: bool, options: dict[str, Any], says: str
+) -> None:
+    """The failed conversations of an evaluation's file were imitated with the others."""
+    file = tmp_path / "episodes.jsonl"
+    file.write_text(json.dumps({"messages": TALK, "reward": 0.0}))
+    source = write_run(tmp_path / "run", tiny, {"good": 1.0}) if of_a_run else file
+    with pytest.raises(ConfigError, match=says):
+        load_demonstrations(config(source, **options), tiny, 200)
+
+
 def decoded(tiny: Path, samples: list[Trajectory]) -> list[tuple[str, str]]:
     """Return all tokens of each sample and those that are imitated, as text."""
     tokenizer = AutoTokenizer.from_pretrained(tiny)

@@ -208,7 +208,7 @@ class WarmStartConfig(Section):
     best: PositiveInt = 1024
     """Maximum episodes from a run, those with the highest rewards. Of a data set, all rows are drawn."""
     min_reward: float | None = None
-    """Leave out episodes with a lower reward."""
+    """Leave out episodes of a run with a lower reward."""
 
     @model_validator(mode="after")
     def _columns(self) -> WarmStartConfig:
