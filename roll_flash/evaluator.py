@@ -16,7 +16,7 @@ from roll_flash.chat.openai_client import CHECK_TIMEOUT_S, OpenAIChatClient, api
 from roll_flash.config.files import read_yaml
 from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.tree import Config, EnvConfig, load_config
-from roll_flash.config.user_code import absolute
+from roll_flash.config.user_code import absolute, forget_changed_files
 from roll_flash.engines.inference import ChatEndpoint
 from roll_flash.errors import ConfigError
 from roll_flash.evaluation.evaluation import (
@@ -145,6 +145,7 @@ def evaluate(
     """
     given = dict(locals())
     make_logs_printable()
+    forget_changed_files()
     texts = {name: str(given[name]) for name in ("model", "out") if given[name] is not None}
     source = str(config) if isinstance(config, Path) else config
     ks = ",".join(str(k) for k in pass_at) or None
@@ -315,9 +316,9 @@ def _names_a_run(name: str) -> bool:
 def _config(request: EvalRequest, model: str | None, run_config: Path | None) -> Config:
     """Load CONFIG, or only --env, or the config of the model's run; then apply the options."""
     overrides = [*request.overrides, *_options(request)]
-    source: str | Path | dict[str, Any]
+    source: str | Path | dict[str, Any] | Config
     if isinstance(request.config, Config):
-        source = request.config.model_dump(mode="json")
+        source = request.config
     elif request.config is not None and (Path(request.config).expanduser() / "config.yaml").is_file():
         raise ConfigError(f"{request.config}: is a run; evaluate its model with --model {request.config}")
     elif request.config is not None and Path(request.config).expanduser().is_dir():
@@ -326,7 +327,7 @@ def _config(request: EvalRequest, model: str | None, run_config: Path | None) ->
         return load_config({**tree, "model": its_model}, overrides)
     elif request.config is not None:
         source = request.config
-        if request.env is not None and "envs" not in read_yaml(Path(source)):
+        if request.env is not None and "envs" not in read_yaml(Path(source).expanduser()):
             overrides.insert(0, f"envs={json.dumps([{'id': request.env}])}")
     elif run_config is not None and (request.env is None or _has_environment(load_config(run_config), request.env)):
         require_own(run_config.parent, trusted=request.trust)
@@ -390,12 +391,13 @@ def _options(request: EvalRequest) -> list[str]:
 
 def _settings(config: Config, endpoint: str | None) -> dict[str, Any]:
     """Return what else the scores depend on, as far as it differs from the defaults: what the model sees, the weights
-    of a folder, and who else plays."""
+    of a folder, who else plays, and sandboxes."""
     own = {"revision", "max_length", "thinking", "chat_template_kwargs"} if endpoint is None else {"max_length"}
     seen = config.model.model_dump(mode="json", include=own, exclude_defaults=True)
     weights = _weights(Path(config.model.path)) if endpoint is None else {}
-    policies = config.model_dump(mode="json", include={"policies"}, exclude_defaults=True)
-    return {**weights, **seen, **policies}
+    boxes = {"image", "memory_mb", "cpus", "pids"}
+    others = config.model_dump(mode="json", include={"policies": True, "sandbox": boxes}, exclude_defaults=True)
+    return {**weights, **seen, **{name: values for name, values in others.items() if values}}
 
 
 def _default_folder(config: Config, about: Mapping[str, Any]) -> Path:

@@ -203,7 +203,7 @@ def _settings(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of an evaluation, by dotted key, without the model and what chooses tasks and samples."""
     nested = {key: plan.get(key) or {} for key in ("sampling", "about")}
     found = {f"{key}.{name}": value for key, tree in nested.items() for name, value in tree.items()}
-    found |= {key: plan.get(key) for key in ("max_turns", "reward")}
+    found |= {key: plan.get(key) for key in ("max_turns", "reward", "success_above")}
     return {key: value for key, value in found.items() if key not in _OF_OTHER_KINDS}
 
 

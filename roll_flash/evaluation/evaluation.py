@@ -256,6 +256,7 @@ def evaluation_plan(
         "env_kwargs": env.kwargs,
         "max_turns": env.max_turns,
         "seeds_from": eval.seeds_from,
+        **({} if env.success_above is None else {"success_above": env.success_above}),
         **({} if env.task_source is None else {"task_source": env.task_source.model_dump()}),
         **({} if env.data is None else _rows(env)),
         # `end_ids` follow from the model; plans of earlier versions have none.

@@ -137,9 +137,9 @@ def read_plan(folder: Path) -> dict[str, Any] | None:
 
 
 def _require_same_plan(folder: Path, saved: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
-    for key, value in plan.items():
-        if saved.get(key) != value:
-            name, *values = _difference(key, saved.get(key), value)
+    for key in {**plan, **saved}:
+        if saved.get(key) != plan.get(key):
+            name, *values = _difference(key, saved.get(key), plan.get(key))
             old, new = ("(the default)" if each is None else each for each in values)
             raise ConfigError(f"{folder}: holds an evaluation with {name} {old}, not {new}; choose another folder")
 

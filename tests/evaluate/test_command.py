@@ -173,7 +173,14 @@ def test_results_of_weights_that_were_replaced_are_not_reused() -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["envs.0.reward=number", "envs.0.data.system=Think.", "model.max_length=64", "model.thinking=strip"],
+    [
+        "envs.0.reward=number",
+        "envs.0.data.system=Think.",
+        "envs.0.success_above=0.5",
+        "model.max_length=64",
+        "model.thinking=strip",
+        "sandbox={image: other}",
+    ],
 )
 def test_results_of_other_settings_are_not_reused(override: str) -> None:
     """After `reward: exact` had given 0, `reward: number` gave the same 0, and nothing was played."""
@@ -194,6 +201,7 @@ def test_results_of_other_settings_are_not_reused(override: str) -> None:
     asyncio.run(played)
     assert is_complete(first.config, Path("results"), label=first.label, about=first.about)
     key = override.partition("=")[0].removeprefix("envs.0.").replace("model.", "about.")
+    key = f"about.{key}" if key == "sandbox" else key
     with pytest.raises(ConfigError, match=f"holds an evaluation with {key} [^N].*, not .*; choose another folder"):
         is_complete(other.config, Path("results"), label=other.label, about=other.about)
 

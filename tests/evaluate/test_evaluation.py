@@ -57,6 +57,20 @@ def test_tasks_are_held_out_seeds_and_ids_depend_on_seed_and_attempt_only() -> N
     assert len({spec.sampling.seed for spec in specs}) == len({spec.episode_id for spec in specs}) == 6
 
 
+def test_a_task_that_names_its_turns_has_them_in_an_evaluation_too() -> None:
+    tasks = [Task("a", "Maze-v0", 0, max_turns=2), Task("b", "Maze-v0", 1)]
+    specs = build_episodes(tasks, ENV, EvalConfig(tasks=2), SamplingParams(), "test")
+    assert [spec.max_turns for spec in specs] == [2, 5]
+
+
+def test_scores_of_a_success_that_was_derived_are_not_taken_for_those_of_an_environment(tmp_path: Path) -> None:
+    """The line that recommends success_above led back to the same scores without a success."""
+    above = ENV.model_copy(update={"success_above": 0.5})
+    run(ScriptedRunner(lambda spec: None), tmp_path / "b", env=above)
+    with pytest.raises(ConfigError, match=r"an evaluation with success_above 0\.5, not \(the default\)"):
+        run(ScriptedRunner(every_second_attempt), tmp_path / "b")
+
+
 def test_tasks_with_long_names_have_transcripts_of_their_own(tmp_path: Path) -> None:
     """An id of a row may be a whole text: the first transcript ended the evaluation."""
     tasks = [Task(f"my/{'x' * 1000}{number}", "A-v0", number) for number in range(2)]
@@ -244,6 +258,7 @@ def test_an_episode_whose_line_is_too_long_to_be_read_is_scored_and_not_written(
         {"sampling": SamplingParams(temperature=0.0)},
         {"about": {"model": "another"}},
         {"env": EnvConfig(id="Maze-v0", kwargs={"size": 4}, max_turns=5)},
+        {"env": ENV.model_copy(update={"success_above": 0.5})},
     ],
 )
 def test_a_folder_of_another_evaluation_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
