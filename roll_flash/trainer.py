@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from roll_flash.config.tree import Config, load_config
+from roll_flash.config.user_code import forget_changed_files
 from roll_flash.diagnosis import LiveDiagnosis
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import RunError
@@ -63,6 +64,7 @@ def train(config: Config | str | Path, *, resume: bool = False, on_step: OnStep 
     Raises RollFlashError, or KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, when a checkpoint has been written.
     """
     make_logs_printable()
+    forget_changed_files()
     config = config if isinstance(config, Config) else load_config(config)
     # Report problems before a run folder of this name exists, those that are found at once first.
     check_run_folder(config, resume=resume)

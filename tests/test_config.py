@@ -74,6 +74,30 @@ def test_a_base_that_leads_back_is_an_error_and_not_a_hang(tmp_path: Path) -> No
     assert "`base` leads back" in errors_of(write(tmp_path / "self.yaml", {"base": "self.yaml"}))
 
 
+def test_a_mapping_and_a_loaded_config_are_composed_and_overridden_like_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a sweep in a script does it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "base.yaml", {**SMALLEST, "scheduler": {"group_size": 4}})
+    tree = {"base": "base.yaml", "steps": 7}
+    config = load_config(tree, ["scheduler.groups_per_step=2"])
+    assert (config.steps, config.scheduler.group_size, config.scheduler.groups_per_step) == (7, 4, 2)
+    assert tree == {"base": "base.yaml", "steps": 7}
+    seeds = [load_config(config, [f"seed={seed}", f"name=of-{seed}"]) for seed in (1, 2)]
+    assert [(each.seed, each.name, each.steps) for each in seeds] == [(1, "of-1", 7), (2, "of-2", 7)]
+    assert load_config(config) == config
+    assert load_config({"base": "~/base.yaml"}) == load_config("~/base.yaml") == load_config("base.yaml")
+    with pytest.raises(ConfigError, match=r"^config: unknown key 'sed'"):
+        load_config(config, ["sed=1"])
+
+
+def test_several_bases_are_told_the_way_out(tmp_path: Path) -> None:
+    top = write(tmp_path / "top.yaml", {"base": ["a.yaml", "b.yaml"]})
+    assert "top.yaml: base is one file, not ['a.yaml', 'b.yaml']; for more, let that file" in errors_of(top)
+
+
 def test_one_base_may_be_reached_on_two_ways(tmp_path: Path) -> None:
     write(tmp_path / "root.yaml", SMALLEST)
     write(tmp_path / "one.yaml", {"base": "root.yaml"})
@@ -459,6 +483,29 @@ def test_files_that_a_config_names_are_looked_for_beside_it_first(
         assert Path(third.kwargs[key].rpartition(":")[0]).resolve() == project / "mine.py"
     assert (second.data.path, config.runs) == ("there.jsonl", "runs")
     assert load_config("../project/mine.yaml", ["envs.0.data=there.jsonl"]).envs[0].data != first.data
+
+
+def test_levels_and_demonstrations_are_looked_for_beside_the_config_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "mine.py").touch()
+    level = {"opponent": "mine.py:f", "verifier_function": "mine.py:f", "tools": ["mine.py:f"]}
+    files = {"folder": "mine.py", "program_files": ["mine.py"]}
+    tree = {
+        **SMALLEST,
+        "envs": [{"id": "A-v0", "levels": [level, files]}],
+        "warm_start": {"demonstrations": "mine.py:f"},
+    }
+    write(tmp_path / "project" / "mine.yaml", tree)
+    monkeypatch.chdir(tmp_path)
+    config = load_config("project/mine.yaml")
+    file = str(tmp_path / "project" / "mine.py")
+    first, second = config.envs[0].levels
+    assert first == {"opponent": f"{file}:f", "verifier_function": f"{file}:f", "tools": [f"{file}:f"]}
+    assert second == {"folder": file, "program_files": [file]}
+    assert config.warm_start is not None
+    assert config.warm_start.demonstrations == f"{file}:f"
 
 
 def test_a_split_is_not_taken_for_a_folder_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

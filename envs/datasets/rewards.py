@@ -22,6 +22,7 @@ from roll_flash.chat.model_text import decimal_number, is_deeper
 from roll_flash.config.sections.data import RewardConfig
 from roll_flash.config.user_code import load_function
 from roll_flash.envs.adapters.optional_package import import_optional
+from roll_flash.envs.rewards.functions import RewardOptions, options_of
 from roll_flash.envs.rewards.scoring_process import ScoringEndedError, score_in_subprocess
 from roll_flash.errors import ConfigError, EnvError, first_line
 
@@ -127,6 +128,11 @@ def check_reward(function: str, kwargs: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"reward {function}: nothing gives its argument {missing[0]!r}; it may take {', '.join(USERS_PARAMETERS)}, "
             "and what kwargs name"
+        )
+    if (options := options_of(found)) is not None and options != RewardOptions():
+        raise ConfigError(
+            f"reward {function}: arguments of @reward are for methods of an environment and are not read here; remove "
+            f"the decorator, and write weight: {options.weight:g} beside function in the config"
         )
     if function == IN_SANDBOX:
         python_tests("", "", **kwargs)

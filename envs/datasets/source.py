@@ -29,7 +29,8 @@ class DatasetTasks(ShuffledTasks):
         the first row that is no task."""
         assert env.data is not None
         self._env, self._data = env, env.data
-        stamps = tuple(_stamp(path) for path in (self._data.path, self._data.held_out))
+        functions = [reward.function for reward in env.reward]  # they are tried when the rows are read
+        stamps = tuple(_stamp(path) for path in (self._data.path, self._data.held_out, *functions))
         self._split = split = split_rows(env.model_dump_json(), stamps)
         if model is not None:
             trained = trained_rows(env.model_dump_json(), stamps, model.model_dump_json())

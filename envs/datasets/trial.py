@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from roll_flash.envs.datasets.env import DatasetEnv
@@ -20,6 +21,7 @@ NEEDS_AN_ANSWER = ("exact", "number", "math")
 """Rewards that give 1 to the row's own answer, if `answer_in` finds it."""
 START_S = 5.0
 """Seconds beyond those of the rewards' own deadline."""
+_trying = threading.Lock()
 
 
 def try_rewards(kwargs: Mapping[str, Any], place: str) -> None:
@@ -28,31 +30,47 @@ def try_rewards(kwargs: Mapping[str, Any], place: str) -> None:
 
     `kwargs`: of the row's environment. Raises ConfigError if one raises, returns no finite number, or takes too long.
     """
-    for reward in kwargs["rewards"]:
-        name = reward["function"]
-        if name == IN_SANDBOX:
-            check_code_of_tests(kwargs["answer"], place)
-            continue
-        played = DatasetEnv(**{**kwargs, "rewards": [reward], "tools": (), "mcp_servers": {}})
-        for answer, where in ((None, f"the right answer of {place}"), (WRONG_ANSWER, f"{WRONG_ANSWER!r} at {place}")):
-            try:
-                work = partial(_score_one, played, answer)
-                value = call_in_time(work, f"reward {name}", REWARD_TIMEOUT_S + START_S)
-            except (ConfigError, EnvError) as error:
-                raise ConfigError(f"{error} (tried with {where})") from None
-            except (Exception, SystemExit) as error:  # user code may raise anything
-                said = f"{type(error).__name__}: {first_line(error)}"
-                raise ConfigError(f"reward {name} raised {said} (tried with {where})") from error
-            if answer is None and name in NEEDS_AN_ANSWER and value < 1 - TOLERANCE:
-                say(
-                    f"reward {name} gives {value:g} to {where}, {kwargs['answer']!r:.60}, with answer_in: "
-                    f"{kwargs.get('answer_in', 'tag')}; `roll-flash envs check` says for how many rows",
-                    error=True,
-                )
+    with _trying:
+        try:
+            for reward in kwargs["rewards"]:
+                _try(reward, kwargs, place)
+        except BaseException:
+            _loop.cache_clear()  # what took too long may still run there
+            raise
+
+
+def _try(reward: Mapping[str, Any], kwargs: Mapping[str, Any], place: str) -> None:
+    name = reward["function"]
+    if name == IN_SANDBOX:
+        check_code_of_tests(kwargs["answer"], place)
+        return
+    played = DatasetEnv(**{**kwargs, "rewards": [reward], "tools": (), "mcp_servers": {}})
+    for answer, where in ((None, f"the right answer of {place}"), (WRONG_ANSWER, f"{WRONG_ANSWER!r} at {place}")):
+        try:
+            work = partial(_score_one, played, answer)
+            value = call_in_time(work, f"reward {name}", REWARD_TIMEOUT_S + START_S)
+        except (ConfigError, EnvError) as error:
+            raise ConfigError(f"{error} (tried with {where})") from None
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            said = f"{type(error).__name__}: {first_line(error)}"
+            raise ConfigError(f"reward {name} raised {said} (tried with {where})") from error
+        if answer is None and name in NEEDS_AN_ANSWER and value < 1 - TOLERANCE:
+            say(
+                f"reward {name} gives {value:g} to {where}, {kwargs['answer']!r:.60}, with answer_in: "
+                f"{kwargs.get('answer_in', 'tag')}; `roll-flash envs check` says for how many rows",
+                error=True,
+            )
+
+
+@cache
+def _loop() -> asyncio.Runner:
+    """One event loop for all trials of this process, as a worker has one for its episodes: a client that a function
+    keeps, of an endpoint that judges for example, belongs to the loop in which it was first used."""
+    return asyncio.Runner()
 
 
 def _score_one(env: DatasetEnv, answer: str | None) -> float:
-    return asyncio.run(_score(env, answer))
+    return _loop().run(_score(env, answer))
 
 
 async def _score(env: DatasetEnv, answer: str | None) -> float:

@@ -69,11 +69,18 @@ def read_yaml(path: Path, parents: tuple[Path, ...] = ()) -> dict[str, Any]:
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a config is a mapping of keys to values, not a {type(tree).__name__}")
-    base = tree.pop("base", None)
-    tree = beside(tree, path.parent)
-    if base is None:
-        return tree
-    return _merge(read_yaml(path.parent / str(base), (*parents, path.resolve())), tree)
+    return composed(tree, path.parent, (*parents, path.resolve()))
+
+
+def composed(tree: Mapping[str, Any], folder: Path, parents: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return a tree of a file in `folder`, merged over that of its `base`. Raises ConfigError."""
+    own = beside({key: value for key, value in tree.items() if key != "base"}, folder)
+    if (base := tree.get("base")) is None:
+        return own
+    if not isinstance(base, str | Path):
+        where = f"{parents[-1]}: " if parents else ""
+        raise ConfigError(f"{where}base is one file, not {base!r:.80}; for more, let that file have a base of its own")
+    return _merge(read_yaml(folder / Path(base).expanduser(), parents), own)
 
 
 def _near_file(path: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ FILES: tuple[str, ...] = (
     "envs.*.data.path",
     "envs.*.kwargs.folder",
     "envs.*.kwargs.program_files.*",
-    "envs.*.levels.*.folder",
     "stages.*.kwargs.path",
     "warm_start.demonstrations",
     "learner.kl.reference",
@@ -28,17 +27,18 @@ OBJECTS: tuple[str, ...] = (
     "envs.*.kwargs.task_env",
     "envs.*.kwargs.tools.*",
     "envs.*.kwargs.verifier_function",
-    "envs.*.levels.*.tools.*",
     "envs.*.reward",
     "envs.*.reward.*",
     "envs.*.reward.function",
     "envs.*.reward.*.function",
     "envs.*.task_source.entry_point",
     "stages.*.entry_point",
+    "warm_start.demonstrations",
     "learner.advantage",
     "learner.loss.name",
 )
-"""Keys that may name an object in a file, `file.py:NAME`. In both, `*` is each entry of a list."""
+"""Keys that may name an object in a file, `file.py:NAME`. In both, `*` is each entry of a list, and levels have the
+keys of kwargs."""
 OF_A_RUN = (".lock", "checkpoints")
 """In the folder of each run."""
 HELD_OUT = "envs.*.data.held_out"
@@ -53,12 +53,16 @@ def beside(tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """
     if folder.resolve() == Path.cwd() or all((folder / name).exists() for name in OF_A_RUN):
         return dict(tree)
-    for key in FILES:
+    for key in _with_levels(FILES):
         tree = _changed(tree, key.split("."), lambda text: _file(text, folder))
-    for key in OBJECTS:
+    for key in _with_levels(OBJECTS):
         tree = _changed(tree, key.split("."), lambda text: _object(text, folder))
     tree = _changed(tree, HELD_OUT.split("."), lambda text: _file(text, folder) if Path(text).suffix else text)
     return dict(tree)
+
+
+def _with_levels(keys: Iterable[str]) -> set[str]:
+    return {name for key in keys for name in (key, key.replace("envs.*.kwargs.", "envs.*.levels.*."))}
 
 
 def _changed(node: Any, path: list[str], change: Callable[[str], str]) -> Any:

@@ -27,7 +27,7 @@ from roll_flash.config.fields import (
     RayResources,
     Section,
 )
-from roll_flash.config.files import apply_override, read_yaml
+from roll_flash.config.files import apply_override, composed, read_yaml
 from roll_flash.config.mistakes import explain_all
 from roll_flash.config.moved import moved_text
 from roll_flash.config.sections.data import COLUMNS, Data, Rewards, distinct_names, require_known_columns
@@ -92,7 +92,7 @@ class EnvConfig(Section):
     `exact`, `number`, `math`, `regex`, `json_schema`, `python_tests`, `file.py:NAME`."""
     success_above: FiniteFloat | None = None
     """An episode whose environment reports no `info["success"]` counts as a success if its reward is above this. None:
-    only rewards are reported then."""
+    only rewards are reported then. Entries with one id have the same."""
     weight: PositiveFloat = 1.0
     """Share of the training tasks, relative to the weights of the other environments."""
     levels: tuple[KeywordArguments, ...] = ()
@@ -430,6 +430,10 @@ class Config(Section):
         described = [(env.id, env.kwargs, env.data, env.task_source) for env in self.envs]
         if any(env in described[:index] for index, env in enumerate(described)):
             raise ValueError("envs: an environment is named twice with the same kwargs; give it more weight")
+        above: dict[str, float | None] = {}
+        for env in self.envs:
+            if above.setdefault(env.id, env.success_above) != env.success_above:
+                raise ValueError(f"envs: success_above is one for all entries with the id {env.id}; give them the same")
         return self
 
     @model_validator(mode="after")
@@ -569,14 +573,17 @@ class Config(Section):
         return Path(self.runs) / self.name
 
 
-def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Read, compose, override and validate a config. Raises ConfigError with one line per mistake."""
-    tree = dict(source) if isinstance(source, Mapping) else read_yaml(Path(source))
+def load_config(source: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str] = ()) -> Config:
+    """Read, compose, override and validate a config: a YAML file, a mapping of the same keys, or a config that is
+    loaded already. Raises ConfigError with one line per mistake."""
+    label = str(source) if isinstance(source, str | Path) else "config"
+    if isinstance(source, Config):
+        source = source.model_dump(mode="json")
+    tree = composed(source, Path()) if isinstance(source, Mapping) else read_yaml(Path(source).expanduser())
     overrides = [overrides] if isinstance(overrides, str) else overrides
     _refuse_moved(overrides)
     for override in overrides:
         tree = apply_override(tree, override)
-    label = "config" if isinstance(source, Mapping) else str(source)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:

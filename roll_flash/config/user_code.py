@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from traceback import walk_tb
 from types import CodeType, ModuleType
@@ -20,6 +20,8 @@ from roll_flash.errors import ConfigError, type_and_text
 
 _loading = threading.RLock()
 """Many threads make environments, and a module is in `sys.modules` before it is complete."""
+_stamps: dict[str, tuple[Path, object]] = {}
+"""File of each module that `load_file` has run, and its stamp then."""
 
 
 def load_object(reference: str) -> Any:
@@ -60,16 +62,37 @@ def load_module(place: str) -> ModuleType:
 
 
 def load_file(path: str) -> ModuleType:
-    """Run a Python file as a module, once per process; its folder is importable from then on, as for a script."""
+    """Run a Python file as a module, once per process, or again after `forget_changed_files`; its folder is importable
+    from then on, as for a script."""
     file = Path(path).expanduser().resolve()
     name = f"roll_flash_env_{hashlib.sha256(os.fsencode(file)).hexdigest()[:12]}_{file.stem}"
     with _loading:
         return sys.modules[name] if name in sys.modules else _run(file, name, path)
 
 
+def forget_changed_files() -> None:
+    """Let files that have changed since they were loaded be run again at their next use. Called where a run starts:
+    its workers, which are new processes, have what is in them now, and this one may be the kernel of a notebook."""
+    with _loading:
+        for name, (file, stamp) in list(_stamps.items()):
+            if _stamp_of(file) != stamp:
+                del _stamps[name]
+                sys.modules.pop(name, None)
+
+
+def _stamp_of(file: Path) -> object:
+    """Return what changes with a file's content; None if there is no file."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def _run(file: Path, name: str, path: str) -> ModuleType:
     if not file.is_file():
         raise ConfigError(f"{path}: no such file (looked in {Path.cwd()})")
+    _stamps[name] = file, _stamp_of(file)
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path}: not a Python file")
@@ -85,6 +108,19 @@ def _run(file: Path, name: str, path: str) -> ModuleType:
             raise
         raise ConfigError(_reason(error, path, str(file))) from error
     return module
+
+
+def search_path() -> tuple[str, ...]:
+    """Return the folders in which this process looks for modules: a script or notebook may have added some."""
+    return tuple(os.path.abspath(folder) for folder in sys.path if os.path.isdir(folder))
+
+
+def follow_search_path(folders: Sequence[str]) -> None:
+    """Look for modules in the folders of another process too: before those of Python where they are there, or after."""
+    stdlib = sysconfig.get_path("stdlib")
+    first = folders.index(stdlib) if stdlib in folders else 0
+    sys.path[:0] = [folder for folder in folders[:first] if folder not in sys.path]
+    sys.path += [folder for folder in folders[first:] if folder not in sys.path]
 
 
 def import_module(name: str) -> ModuleType:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 from roll_flash.chat.rendered_conversation import Thinking
 from roll_flash.config.sections.policies import TRAINED
 from roll_flash.config.tree import SandboxConfig
+from roll_flash.config.user_code import follow_search_path
 from roll_flash.engines.inference import ChatEndpoint, ClientSpec, InferenceClient
 from roll_flash.envs.hosting.environment_threads import EnvironmentThreads
 from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMaker
@@ -78,6 +79,7 @@ class WorkerSettings:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     folder: Path | None = None
     """Working directory, which relative paths of environments refer to; ignored by an actor on a node without it."""
+    search_path: tuple[str, ...] = ()  # folders in which the driver looks for modules; ignored as `folder` is
 
     @property
     def pins_groups(self) -> bool:
@@ -372,6 +374,7 @@ class WorkerActor(Worker):
         register_stacks(self._settings.run.rpartition("-")[0], name)
         if self._settings.folder is not None and self._settings.folder.is_dir():
             os.chdir(self._settings.folder)
+            follow_search_path(self._settings.search_path)
         importlib.invalidate_caches()  # modules may have been sent here after this process began
         self._watch = LoopWatch()
         self._failure = self._until_closed.enter_context(first_failure())

@@ -19,6 +19,7 @@ from roll_flash.cluster.plan_checks import check_weight_transfer, sandbox_load
 from roll_flash.cluster.preparation import NodePreparation
 from roll_flash.cluster.reservation import Reservation
 from roll_flash.config.tree import Config
+from roll_flash.config.user_code import search_path
 from roll_flash.engines.inference import ChatEndpoint, ClientSpec, InferenceEngine
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.envs.task_sources import open_tasks
@@ -634,6 +635,7 @@ def worker_settings(
         policies=fixed_policies(config.policies),
         threads=rollout.worker_threads,
         folder=Path.cwd(),
+        search_path=search_path(),
     )
 
 

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 from roll_flash.chat.templates import chat_template_of
 from roll_flash.config.sections.data import DataConfig, RewardConfig
 from roll_flash.config.tree import EnvConfig, ModelConfig, load_config
+from roll_flash.config.user_code import forget_changed_files, load_file
 from roll_flash.envs.datasets import env as dataset_env
 from roll_flash.envs.datasets import formats, prompt_lengths, rewards
 from roll_flash.envs.datasets.answers import find_answer
@@ -434,6 +435,18 @@ def test_a_row_can_choose_its_environment_kwargs_and_rewards(tmp_path: Path) -> 
     assert len(source.examples()) == 3, "one of each kind is checked at the start"
 
 
+def test_keys_of_other_rows_that_a_file_with_columns_fills_in_are_none_of_a_row(tmp_path: Path) -> None:
+    """Parquet has one set of keys for all rows: each named an argument that its environment does not have."""
+    rows: list[Any] = questions(20)
+    filled = dict.fromkeys(("size", "reward", "answer_in", "max_turns", "tools"))
+    rows += [{**row, "with": filled} for row in questions(3)]
+    rows.append({"env": "Maze-v0", "with": {**filled, "size": 3}})
+    source = mixed(tmp_path, [{**row, "with": {"reward": ["number"]}} if "with" not in row else row for row in rows])
+    found = [*(source.next() for _ in range(source.size or 0)), *source.held_out(9)]
+    assert [dict(task.kwargs) for task in found if task.env_id == "Maze-v0"] == [{"size": 3}]
+    assert all(value is not None for task in found for value in task.kwargs.values())
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -464,7 +477,7 @@ def test_rows_choose_among_the_tools_and_the_code_of_their_entry() -> None:
     data = {"path": "my.jsonl", "kwargs_column": "with"}
     kwargs = {"tools": [find, "shop.py:buy"]}
     shop = EnvConfig.model_validate({"id": "Dataset-v0", "data": data, "reward": "exact", "kwargs": kwargs})
-    for chosen, wanted in ((["shop.py:find"], [find]), ("find", [find]), ([], []), (None, None)):
+    for chosen, wanted in ((["shop.py:find"], [find]), ("find", [find]), ([], []), (None, kwargs["tools"])):
         found = task_arguments(shop, {**Q, "answer": 1, "with": {"tools": chosen}}, "line 1")
         assert found["tools"] == wanted
     data = {"path": "my.jsonl", "environment_column": "env"}
@@ -662,6 +675,7 @@ def test_entries_that_contradict_themselves_are_refused(entry: Mapping[str, Any]
         ("mine.py:raises", "raised KeyError: 'no' .tried with the right answer of .*my.jsonl, line 1"),
         ("mine.py:says", "returned '1.0'; it must return a finite number or a bool"),
         ("mine.py:wants", "nothing gives its argument 'colour'"),
+        ("mine.py:half", "arguments of @reward are for methods of an environment .* write weight: 0.5 beside function"),
         (
             "mine.py:only_right",
             "returned None; it must return a finite number or a bool .tried with 'I do not know.' at",
@@ -677,6 +691,7 @@ def test_a_reward_that_cannot_be_computed_is_one_line_at_the_start(
         "def raises(answer): raise KeyError('no')",
         "def says(answer): return '1.0'",
         "def wants(colour): return 1",
+        "import roll_flash\n@roll_flash.reward(weight=0.5)\ndef half(answer): return 1",
         "def only_right(answer, expected):\n    if int(expected) == 1:\n        return answer == str(expected) or None",
         "def only_numbers(answer, expected): return float(answer) == expected",
         "async def later(answer): return '1.0'",
@@ -706,6 +721,59 @@ def test_a_misspelt_argument_of_the_environment_names_those_that_exist(tmp_path:
 def test_several_files_in_one_entry_are_told_the_way_out() -> None:
     with pytest.raises(ValueError, match="several files are a folder, or several entries of envs"):
         EnvConfig.model_validate({"id": "Dataset-v0", "data": ["a.jsonl", "b.jsonl"], "reward": "exact"})
+
+
+KEEPS_A_CLIENT = """
+import asyncio, roll_flash
+used = []
+@roll_flash.reward
+async def judged(answer):
+    used.append(asyncio.get_running_loop())
+    if used[0] is not used[-1]:
+        raise RuntimeError("Event loop is closed")
+    return 1
+def also(answer): return judged(answer)
+"""
+
+
+def test_a_function_that_keeps_a_client_is_tried_in_one_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is played in a worker. The second trial met the connection of the first, whose loop was closed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "keeps.py").write_text(KEEPS_A_CLIENT)
+    path = write(tmp_path / "my.jsonl", questions(5))
+    assert tasks(path, reward=["keeps.py:judged", "keeps.py:also"]).size == 4
+    assert tasks(path, reward={"function": "keeps.py:judged", "weight": 2.0}).size == 4, "another run of this process"
+
+
+def test_files_that_have_changed_are_read_again_when_a_run_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a notebook, the rows of the next run were the old ones, and a reward that was corrected still raised."""
+    monkeypatch.chdir(tmp_path)
+    rows = "def rows(): return [{'prompt': f'%s {n}?', 'answer': n} for n in range(3)]\n"
+    wrong, right = "def mine(answer): return answer.no\n", "def mine(answer): return 1\n"
+    (tmp_path / "code.py").write_text(rows % "old" + wrong)
+    with pytest.raises(ConfigError, match="no attribute 'no'"):
+        tasks("code.py:rows", reward="code.py:mine")
+    (tmp_path / "code.py").write_text(rows % "newer" + right)
+    forget_changed_files()
+    assert all("newer" in prompt for prompt in all_of(tasks("code.py:rows", reward="code.py:mine")))
+    module = load_file("code.py")
+    forget_changed_files()
+    assert load_file("code.py") is module, "what has not changed is kept"
+
+
+def test_a_reward_that_has_changed_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path / "my.jsonl", questions(5))
+    (tmp_path / "code.py").write_text("def mine(answer): return 1\n")
+    assert tasks(path, reward="code.py:mine").size == 4
+    (tmp_path / "code.py").write_text("def mine(answer): return answer.no\n")
+    forget_changed_files()
+    with pytest.raises(ConfigError, match="no attribute 'no'"):
+        tasks(path, reward="code.py:mine")
 
 
 def test_a_reward_may_be_a_number_of_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+import sysconfig
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ import gymnasium
 import pytest
 
 from roll_flash.cli.environments import list_environments
+from roll_flash.config.user_code import follow_search_path, search_path
 from roll_flash.envs import Env, registration
 from roll_flash.envs.registration import load_plugins, make_env, register_env
 from roll_flash.errors import ConfigError
@@ -172,3 +174,16 @@ def test_an_old_name_that_a_constructor_sets_is_refused_too(maze: Path) -> None:
     maze.write_text(SOURCE.replace("self.size = size", "self.plays_itself = True"))
     with pytest.raises(ConfigError, match="runs_own_loop"):
         make_env(f"{maze}:Registered-v0")
+
+
+def test_a_worker_looks_for_modules_where_its_driver_does(tmp_path: Path) -> None:
+    """A script or notebook that had added a folder found its package, and each episode failed in a worker."""
+    stdlib = sysconfig.get_path("stdlib")
+    assert stdlib in search_path()
+    assert all(Path(folder).is_absolute() for folder in search_path())
+    first, last = str(tmp_path / "first"), str(tmp_path / "last")
+    before = list(sys.path)
+    follow_search_path((first, stdlib, last))
+    assert sys.path == [first, *before, last]
+    follow_search_path((first, stdlib, last))
+    assert sys.path == [first, *before, last]
