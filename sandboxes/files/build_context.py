@@ -19,6 +19,7 @@ IGNORE_FILES = (f"{DOCKERFILE}.dockerignore", ".dockerignore")
 """The first one that is there says which files are no part of the context."""
 MAX_CONTEXT_BYTES = 64 << 20
 MAX_IGNORE_BYTES = 1 << 16
+MAX_DOCKERFILE_BYTES = 1 << 20
 _ESCAPED = re.compile(r"\\([*?\[])")
 
 
@@ -96,6 +97,8 @@ def read_build_folder(folder: Path) -> tuple[str, bytes]:
     """
     if not (folder / DOCKERFILE).is_file():
         raise SandboxSpecError(f"{folder}: there is no {DOCKERFILE} in it")
+    if (folder / DOCKERFILE).stat().st_size > MAX_DOCKERFILE_BYTES:
+        raise SandboxSpecError(f"{folder / DOCKERFILE}: larger than {MAX_DOCKERFILE_BYTES >> 20} MiB")
     packed, total, rules = io.BytesIO(), 0, _ignore_rules(folder)
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for path in sorted(folder.rglob("*")):

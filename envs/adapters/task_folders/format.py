@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 import yaml
 
-from roll_flash.checked_files import load_yaml
+from roll_flash.checked_files import load_yaml, read_checked
 from roll_flash.errors import ConfigError, first_line
 from roll_flash.sandboxes import SandboxSpec
 from roll_flash.sandboxes.files.build_context import read_build_folder
@@ -30,9 +30,11 @@ HARBOR_FILE, TERMINAL_BENCH_FILE = "task.toml", "task.yaml"
 TASK_FILES = (HARBOR_FILE, TERMINAL_BENCH_FILE, "instruction.md")
 USED_FILES = (
     *(*TASK_FILES, "environment", "environment/Dockerfile", "environment/docker-compose.yaml", "tests", "solution"),
-    *("Dockerfile", "docker-compose.yaml", "run-tests.sh", "solution.sh"),
+    *("tests/test.sh", "solution/solve.sh", "Dockerfile", "docker-compose.yaml", "run-tests.sh", "solution.sh"),
 )
 """What is read here of tasks. Links deeper in folders stay links in the sandbox."""
+MAX_TEXT_BYTES = 1 << 20
+"""Largest file of settings, and largest instruction, of a task."""
 DEFAULT_WORKDIR = "/app"
 DEPTH = 4
 """Maximum folder depth of the search for tasks."""
@@ -45,7 +47,11 @@ SCRATCH = "/roll-flash"
 """Path of the sandbox's own writable folder; the image's folders stay as built."""
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([MG])i?B?", re.IGNORECASE)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
-_WORKDIR = re.compile(r"^[^\S\n]*WORKDIR[^\S\n]+[\"']?([^\s\"'$]+)[\"']?[^\S\n]*$", re.MULTILINE | re.IGNORECASE)
+_STAGE_OR_WORKDIR = re.compile(
+    r"^[^\S\n]*(?:FROM[^\S\n]+(?:--\S+[^\S\n]+)*(?P<base>\S+)(?:[^\S\n]+AS[^\S\n]+(?P<stage>\S+))?"
+    r"|WORKDIR[^\S\n]+[\"']?(?P<path>[^\s\"'$]+)[\"']?)[^\S\n]*$",
+    re.MULTILINE | re.IGNORECASE,
+)
 """Of one line: with blanks over several lines, a Dockerfile of empty lines takes the square of its length."""
 
 
@@ -194,7 +200,7 @@ class _Harbor(pydantic.BaseModel):
 
 
 def _read_harbor(folder: Path, options: FolderOptions) -> FolderTask:
-    settings = _Harbor.model_validate(tomllib.loads((folder / HARBOR_FILE).read_text()))
+    settings = _Harbor.model_validate(tomllib.loads(_text(folder / HARBOR_FILE)))
     environment = settings.environment
     _must_have(folder, "instruction.md", "tests/test.sh")
     if (folder / "environment/docker-compose.yaml").is_file():
@@ -207,7 +213,7 @@ def _read_harbor(folder: Path, options: FolderOptions) -> FolderTask:
         dockerfile, context = read_build_folder(build)
         source: dict[str, Any] = {"dockerfile": dockerfile, "context": context}
     else:
-        dockerfile = (build / "Dockerfile").read_text() if has_dockerfile else ""
+        dockerfile = _text(build / "Dockerfile") if has_dockerfile else ""
         source = {"image": environment.docker_image}
     memory_mb = environment.memory_mb or _in_mb(folder, environment.memory)
     variables = _resolved(folder, environment.env)
@@ -215,7 +221,7 @@ def _read_harbor(folder: Path, options: FolderOptions) -> FolderTask:
     return FolderTask(
         name=folder.resolve().name,
         folder=folder,
-        instruction=(folder / "instruction.md").read_text().strip(),
+        instruction=_text(folder / "instruction.md").strip(),
         spec=_spec(source, memory_mb, environment.cpus, variables, options),
         workdir=options.workdir or environment.workdir or _workdir_of(dockerfile),
         agent_timeout_s=settings.agent.timeout_sec,
@@ -239,7 +245,7 @@ class _TerminalBench(pydantic.BaseModel):
 
 
 def _read_terminal_bench(folder: Path, options: FolderOptions) -> FolderTask:
-    settings = _TerminalBench.model_validate(load_yaml((folder / TERMINAL_BENCH_FILE).read_bytes()))
+    settings = _TerminalBench.model_validate(load_yaml(read_checked(folder / TERMINAL_BENCH_FILE, MAX_TEXT_BYTES)))
     _must_have(folder, "run-tests.sh")
     source = _compose_source(folder)
     tests = {folder / "tests": "/tests"} if (folder / "tests").is_dir() else {}
@@ -267,7 +273,7 @@ def _compose_source(folder: Path) -> dict[str, Any]:
     compose = folder / "docker-compose.yaml"
     build: Any = {}
     if compose.is_file():
-        services = (load_yaml(compose.read_bytes()) or {}).get("services") or {}
+        services = (load_yaml(read_checked(compose, MAX_TEXT_BYTES)) or {}).get("services") or {}
         if list(services) != ["client"]:
             raise ConfigError(
                 f"{compose}: the services are {', '.join(services) or 'none'}; only one, called client, is supported"
@@ -304,6 +310,10 @@ def _spec(
     )
 
 
+def _text(file: Path) -> str:
+    return read_checked(file, MAX_TEXT_BYTES).decode().replace("\r\n", "\n")
+
+
 def _must_have(folder: Path, *names: str) -> None:
     for name in names:
         if not (folder / name).is_file():
@@ -327,10 +337,14 @@ def _in_mb(folder: Path, text: str | None) -> int | None:
 
 
 def _workdir_of(dockerfile: str) -> str:
-    """Return the last WORKDIR with a plain path; the settings of a base image are unknown."""
-    workdir = ""
-    for path in _WORKDIR.findall(dockerfile):
-        workdir = path if path.startswith("/") else f"{workdir or ''}/{path}"
+    """Return the last WORKDIR with a plain path of the last stage; the settings of a base image are unknown."""
+    workdir, stage, workdirs = "", "", dict[str, str]()
+    for line in _STAGE_OR_WORKDIR.finditer(dockerfile):
+        if (path := line["path"]) is not None:
+            workdir = path if path.startswith("/") else f"{workdir}/{path}"
+        else:
+            workdir, stage = workdirs.get(line["base"].lower(), ""), (line["stage"] or "").lower()
+        workdirs[stage] = workdir
     return workdir or DEFAULT_WORKDIR
 
 

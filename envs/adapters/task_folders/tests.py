@@ -13,10 +13,12 @@ import stat
 import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from roll_flash.chat.model_text import cut_middle, decimal_number
+from roll_flash.checked_files import open_checked, read_checked
 from roll_flash.envs.adapters.task_folders.format import FolderTask
 from roll_flash.errors import EnvError
 from roll_flash.processes.background import call_in_thread
@@ -67,7 +69,7 @@ async def put_files(sandbox: Sandbox, places: Mapping[Path, str]) -> None:
         if source.is_dir():
             await sandbox.put_tree(source, target)
         else:
-            await sandbox.write(target, await call_in_thread(source.read_bytes), mode=0o755)
+            await sandbox.write(target, await call_in_thread(partial(read_checked, source)), mode=0o755)
 
 
 async def copy_out(sandbox: Sandbox, paths: Sequence[str], target: Sandbox) -> None:
@@ -191,7 +193,8 @@ def _why_not_started(task: FolderTask, exit_code: int) -> str:
     script = next((path for path in (folder / "test.sh" for folder in task.tests) if path.is_file()), None)
     if exit_code not in (126, 127) or script is None:
         return ""
-    first = script.read_bytes().partition(b"\n")[0][:100].decode(errors="replace")
+    with open_checked(script) as file:
+        first = file.readline(100).decode(errors="replace").removesuffix("\n")
     if first.endswith("\r"):
         return "; the lines of tests/test.sh end as on Windows (CRLF), save it with LF"
     return f"; exit code {exit_code}: is {first!r}, the first line of tests/test.sh, a program of the image?"
