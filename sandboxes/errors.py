@@ -72,6 +72,11 @@ class SandboxFileError(SandboxError):
         return type(self), (str(self), self.errno)
 
 
+class SandboxHostError(SandboxError):
+    """This machine cannot read or write a file, whatever a sandbox has: its disk is full, or this process has too many
+    open files."""
+
+
 class SandboxBusy(SandboxFileError):
     """What runs inside was killed and does not end in time, because of what it did before: the exception to the rule
     above. Score it 0, or a model could avoid a certain 0."""

@@ -100,13 +100,14 @@ class Sandbox(Protocol):
     async def put_tree(
         self, source: str | Path | bytes, path: str = ".", *, max_bytes: int = 1 << 28, max_entries: int = 20_000
     ) -> TreeReport:
-        """Copy a folder of the host, or a tar or zip archive, into a directory. Raises SandboxFileError."""
+        """Copy a folder of the host, or a tar or zip archive, into a directory. Raises SandboxFileError,
+        SandboxHostError."""
         ...
 
     async def get_tree(
         self, path: str, destination: str | Path, *, max_bytes: int = 1 << 28, max_entries: int = 20_000
     ) -> TreeReport:
-        """Copy a directory of the sandbox into a new folder of the host. Raises SandboxFileError."""
+        """Copy a directory of the sandbox into a new folder of the host. Raises SandboxFileError, SandboxHostError."""
         ...
 
     async def remove(self, path: str) -> None:

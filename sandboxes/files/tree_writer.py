@@ -6,15 +6,17 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from errno import EBADF, EINVAL
+from errno import EBADF, EDQUOT, EINVAL, EIO, EMFILE, ENFILE, ENOMEM, ENOSPC, EROFS, ESTALE
 from pathlib import Path
 
-from roll_flash.sandboxes.errors import SandboxFileError
+from roll_flash.sandboxes.errors import SandboxError, SandboxFileError, SandboxHostError
 from roll_flash.sandboxes.files.tree_model import encoded
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MORE_OF_FILE = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+_OF_THE_HOST = frozenset((EDQUOT, EIO, EMFILE, ENFILE, ENOMEM, ENOSPC, EROFS, ESTALE))
+"""Errors that no name or content of a tree causes."""
 MAX_OPEN = 16
 """Folders that stay open: to open the 200 above each of 20,000 files anew took half a minute."""
 
@@ -22,7 +24,7 @@ MAX_OPEN = 16
 class TreeWriter:
     """Writes a tree into one folder, which must not exist or must be empty. Never replaces an existing file.
 
-    Every method raises SandboxFileError.
+    Every method raises SandboxFileError, or SandboxHostError.
     """
 
     def __init__(self, destination: Path) -> None:
@@ -102,5 +104,10 @@ class TreeWriter:
         try:
             yield
         except OSError as error:
-            where = self._destination / path
-            raise SandboxFileError(f"{where} cannot be written: {error.strerror}", error.errno or EINVAL) from None
+            raise host_error(f"{self._destination / path} cannot be written", error) from None
+
+
+def host_error(what: str, error: OSError) -> SandboxError:
+    """Return the error for a file of this machine. Only a SandboxFileError may be due to what the sandbox has."""
+    said = f"{what}: {error.strerror}"
+    return SandboxHostError(said) if error.errno in _OF_THE_HOST else SandboxFileError(said, error.errno or EINVAL)

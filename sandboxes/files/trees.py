@@ -30,7 +30,7 @@ from roll_flash.sandboxes.files.tree_model import (
     parts_of,
     walk,
 )
-from roll_flash.sandboxes.files.tree_writer import TreeWriter
+from roll_flash.sandboxes.files.tree_writer import TreeWriter, host_error
 
 T = TypeVar("T")
 MAX_ENTRIES = 20_000
@@ -245,7 +245,7 @@ def _read_archive(source: Path, limit: int) -> bytes:
                 raise SandboxFileError(f"{source} has {status.st_size} bytes; {limit} is the limit", EFBIG)
             return file.read(limit + 1)
     except OSError as error:
-        raise SandboxFileError(f"{source} cannot be read: {error.strerror}", error.errno or EINVAL) from None
+        raise host_error(f"{source} cannot be read", error) from None
 
 
 def _of_folder(source: Path, max_bytes: int, max_entries: int) -> _Outgoing:
@@ -264,8 +264,7 @@ def _of_folder(source: Path, max_bytes: int, max_entries: int) -> _Outgoing:
                     raise SandboxFileError(f"{source} has more than {max_entries} members or {max_bytes} bytes", EFBIG)
                 _add(outgoing, member, decoded(os.path.relpath(member, root)), status)
     except OSError as error:
-        what = os.fsdecode(error.filename)
-        raise SandboxFileError(f"{what} cannot be read: {error.strerror}", error.errno or EINVAL) from None
+        raise host_error(f"{os.fsdecode(error.filename or root)} cannot be read", error) from None
     return outgoing
 
 

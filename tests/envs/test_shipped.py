@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
+import os
 import random
 from typing import Any
 
@@ -21,7 +23,7 @@ from roll_flash.envs.shipped.repair_programs import DRAWERS
 from roll_flash.envs.shipped.sokoban_level import TextSokoban, draw_level, solve
 from roll_flash.envs.shipped.text_game import parse_moves
 from roll_flash.errors import ConfigError, EnvError
-from roll_flash.sandboxes import SandboxSpec, open_sandbox
+from roll_flash.sandboxes import SandboxHostError, SandboxSpec, open_sandbox
 
 Steps = list[tuple[str, float, bool, dict[str, Any]]]
 
@@ -121,6 +123,20 @@ def test_a_quest_pays_for_the_final_state_only() -> None:
 def test_a_state_that_is_wrong_or_cannot_be_read_earns_nothing_and_is_no_error(command: str) -> None:
     *_, (_, reward, terminated, info) = play(FileQuest(), 3, f"<sh>{command}</sh>", "<answer>done</answer>")
     assert (reward, terminated, info["success"]) == (0.0, True, False)
+
+
+def test_a_full_disk_of_this_machine_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files could not be copied here, which was taken for what the model had done: a solved quest earned 0."""
+    open_file = os.open
+
+    def full(path: Any, flags: int, *mode: int, dir_fd: int | None = None) -> int:
+        if dir_fd is not None and flags & os.O_EXCL:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return open_file(path, flags, *mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(SandboxHostError, match="cannot be written: No space left on device"):
+        play(FileQuest(), 3, "<sh>true</sh>", "<answer>done</answer>")
 
 
 def test_every_program_has_bugs_that_end_and_can_be_seen() -> None:

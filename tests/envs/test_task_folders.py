@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
+import os
 import shutil
 import subprocess
 import tarfile
@@ -21,7 +23,7 @@ from roll_flash.envs.adapters.task_folders.tests import copy_out, reward_of_json
 from roll_flash.envs.check.checks import check_environment
 from roll_flash.envs.hosting.sandbox_lease import LazySandbox
 from roll_flash.errors import ConfigError, EnvError
-from roll_flash.sandboxes import SandboxDied, SandboxError, SandboxPool, SandboxSpec, open_sandbox
+from roll_flash.sandboxes import SandboxDied, SandboxError, SandboxHostError, SandboxPool, SandboxSpec, open_sandbox
 from roll_flash.types import as_reward
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
@@ -352,6 +354,30 @@ def test_no_other_episode_waits_while_the_copy_of_an_artifact_is_removed(monkeyp
     assert threads == {False}
 
 
+@pytest.mark.parametrize("what", ["mkdir", "scandir"], ids=["a full disk", "too many open files"])
+def test_work_that_this_machine_cannot_copy_is_no_verdict(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a verdict the model has broken its sandbox, which earns 0."""
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if what == "mkdir" and "dir_fd" not in kwargs:
+            return works(*args, **kwargs)
+        monkeypatch.setattr(os, what, works)
+        raise OSError({"mkdir": errno.ENOSPC, "scandir": errno.EMFILE}[what], "not now", "x")
+
+    async def copy() -> None:
+        spec = SandboxSpec(files=(("w/inner/a", b"1"),))
+        async with (
+            open_sandbox(spec, provider="local") as sandbox,
+            open_sandbox(SandboxSpec(), provider="local") as target,
+        ):
+            monkeypatch.setattr(os, what, fails)
+            await copy_out(sandbox, ["/sandbox/w"], target)
+
+    works = getattr(os, what)
+    with pytest.raises(SandboxHostError, match="not now"):
+        asyncio.run(copy())
+
+
 @pytest.mark.parametrize("written", ["1_0", "inf", "nan", "", "0x1", "١", "1 1", "1e9999", "9" * 5000])
 def test_a_reward_that_is_no_plain_number_is_none(written: str) -> None:
     assert (reward_of_text(" .5\n"), reward_of_text("-1e-2")) == (0.5, -0.01)
@@ -447,6 +473,27 @@ def test_a_task_takes_no_files_of_this_machine_through_links(tmp_path: Path, nam
     assert load_task(task).instruction == "Do it."
 
 
+@pytest.mark.parametrize("name", ["tests/test.sh", "solution/solve.sh"])
+def test_a_script_of_a_task_is_no_link_to_a_file_of_this_machine(tmp_path: Path, name: str) -> None:
+    """Its first line was shown if it could not be run in the sandbox: that of a key, or of /proc/kmsg for ever."""
+    task = harbor_task(tmp_path / "task")
+    (tmp_path / "key").write_text("secret")
+    (task / name).parent.mkdir(exist_ok=True)
+    (task / name).unlink(missing_ok=True)
+    (task / name).symlink_to(tmp_path / "key")
+    with pytest.raises(ConfigError, match=f"task/{name}: it leads out of the task's folder"):
+        load_task(task)
+
+
+@pytest.mark.parametrize("name", ["task.toml", "instruction.md", "environment/Dockerfile"])
+def test_a_text_of_a_task_that_is_far_too_large_is_not_read(tmp_path: Path, name: str) -> None:
+    task = harbor_task(tmp_path / "task")
+    with (task / name).open("ab") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigError, match=f"task: cannot be read: .*{Path(name).name}.*larger than 1 MiB"):
+        load_task(task)
+
+
 @pytest.mark.parametrize(
     "build", ["context: ..", "context: ../elsewhere", "context: /", "dockerfile: ../elsewhere/Dockerfile"]
 )
@@ -466,9 +513,25 @@ def test_a_build_has_no_file_that_the_tasks_dockerignore_names(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    ("dockerfile", "workdir"),
+    [
+        ("FROM a\nWORKDIR /x\nworkdir y\n", "/x/y"),
+        ("FROM a\nWORKDIR '/x'\nWORKDIR $HOME\n# WORKDIR /z\n", "/x"),
+        ("FROM a AS build\nWORKDIR /build\nFROM b\nCOPY --from=build /build/x /\n", "/app"),
+        ("FROM a AS build\nWORKDIR /build\nFROM --platform=linux/amd64 b\nWORKDIR app\n", "/app"),
+        ("FROM a as Base\nWORKDIR /base\nFROM b\nWORKDIR /other\nFROM base as last\nWORKDIR x\n", "/base/x"),
+    ],
+)
+def test_commands_start_where_the_last_stage_of_the_build_does(dockerfile: str, workdir: str, tmp_path: Path) -> None:
+    """They started in the folder in which something else was built."""
+    assert load_task(harbor_task(tmp_path / "task", dockerfile=dockerfile)).workdir == workdir
+
+
+@pytest.mark.parametrize(
     "files",
     [
         {"environment/Dockerfile": ON_OUR_IMAGE + "\n" * 1_000_000},
+        {"environment/Dockerfile": ON_OUR_IMAGE + "FROM " + "--a " * 200_000},
         {"task.toml": "[environment]\nenv = {A = '" + "${A:-" * 200_000 + "'}"},
     ],
 )
