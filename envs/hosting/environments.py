@@ -312,16 +312,20 @@ def _as_messages(observation: Any) -> list[Message]:
             raise EnvError(
                 "an observation has content in parts that are no text, such as images; only text can be played"
             )
-        return [
-            {**message, "content": encodable(content)}
-            if isinstance(content := message.get("content"), str)
-            else message
-            for message in observation
-        ]
+        return list(map(_encodable, observation))
     raise EnvError(
         f"an observation must be a str or a list of messages with roles, not {type(observation).__name__}; "
         "render it as text in the environment or in a wrapper (GymText-v0 does it for discrete actions)"
     )
+
+
+def _encodable(message: Message) -> Message:
+    match message.get("content"):
+        case str(text):
+            return {**message, "content": encodable(text)}
+        case list(parts):
+            return {**message, "content": [{**part, "text": encodable(str(part.get("text", "")))} for part in parts]}
+    return message
 
 
 def _is_long(message: Message) -> bool:

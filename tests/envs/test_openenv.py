@@ -300,7 +300,9 @@ def test_a_server_that_is_away_or_is_none_is_one_line() -> None:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         env = OpenEnv(f"http://127.0.0.1:{runner.addresses[0][1]}")
         try:
-            with pytest.raises(EnvError, match=r"is that an OpenEnv server|not a schema|larger than 8 MiB") as said:
+            with pytest.raises(
+                EnvError, match=r"is that an OpenEnv server|not a schema|larger than 8 MiB|values"
+            ) as said:
                 await env.reset(seed=1)
             assert len(str(said.value)) < 1000
         finally:
@@ -323,5 +325,8 @@ def test_a_server_that_is_away_or_is_none_is_one_line() -> None:
     async def deep(request: web.Request) -> web.Response:
         return web.Response(body=b"[" * 100_000)
 
-    for answer in (missing, empty, packed, huge, deep):
+    async def many(request: web.Request) -> web.Response:
+        return web.Response(body=b'{"action": [' + b"[]," * 1_000_000 + b"0]}")
+
+    for answer in (missing, empty, packed, huge, deep, many):
         asyncio.run(something_else(answer))

@@ -601,6 +601,9 @@ def test_halves_of_characters_that_a_tool_echoes_can_be_tokenised() -> None:
         {"role": "tool", "content": "a?b"},
         {"role": "user", "content": None},
     ]
+    parts = [{"type": "text", "text": said}, {"type": "text", "text": "c"}]
+    (message,) = _as_messages([{"role": "user", "content": parts}])
+    assert message == {"role": "user", "content": [{"type": "text", "text": "a?b"}, parts[1]]}
 
 
 def test_an_answer_that_fits_into_no_context_is_not_written_whole_with_its_episode() -> None:

@@ -73,6 +73,8 @@ class OpenEnvConnection:
                     content += part
                     if len(content) > MAX_SCHEMA_BYTES:
                         raise EnvError(f"{NAME}: {self._http}/schema is larger than {MAX_SCHEMA_BYTES >> 20} MiB")
+                if sum(map(content.count, (b",", b"[", b"{"))) > MAX_MARKS:
+                    raise EnvError(f"{NAME}: {self._http}/schema has more than {MAX_MARKS} values")
                 schema: Mapping[str, Any] = json.loads(content)["action"]
                 return schema
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
