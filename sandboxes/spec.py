@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from roll_flash.sandboxes.files.build_context import packed_files, read_build_folder
-from roll_flash.sandboxes.network.allowlist import parse_entry
+from roll_flash.sandboxes.network.allowlist import own_hosts, parse_entry
 
 DEFAULT_IMAGE = "roll-flash-sandbox:latest"
 PROXY_PORT = 3128
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
+NO_PROXY_VARIABLES = ("NO_PROXY", "no_proxy")
 _ID = "(0|[1-9][0-9]{0,8}|1[0-9]{9})"
 """Pattern of a user or group: below the users that sandboxes have of their own, and 0 in one way only."""
 
@@ -116,9 +117,13 @@ class SandboxSpec(BaseModel):
 
     @property
     def variables(self) -> tuple[tuple[str, str], ...]:
-        """Environment variables of every command: those of the proxy, then `env`."""
-        proxied = PROXY_VARIABLES if self.network == "allowlist" else ()
-        return (*((name, f"http://127.0.0.1:{PROXY_PORT}") for name in proxied), *self.env)
+        """Environment variables of every command: those of the proxy, then `env`. Programs reach servers in the sandbox
+        itself without the proxy, which would refuse them."""
+        if self.network != "allowlist":
+            return self.env
+        proxy = dict.fromkeys(PROXY_VARIABLES, f"http://127.0.0.1:{PROXY_PORT}")
+        direct = dict.fromkeys(NO_PROXY_VARIABLES, ",".join(own_hosts(self.allow)))
+        return (*proxy.items(), *direct.items(), *self.env)
 
     @property
     def root_size_mb(self) -> int:

@@ -30,6 +30,7 @@ NOT_PUBLIC = tuple(
 """Special-purpose and multicast networks of IPv4 and of the public IPv6 range 2000::/3 (RFC 6890)."""
 PUBLIC_V6 = ipaddress.IPv6Network("2000::/3")
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,10 @@ class AllowEntry:
 
     def covers(self, host: str, port: int) -> bool:
         """True if the entry allows `host` (name or address, as requested by a program) and `port`."""
-        if port != self.port:
-            return False
+        return port == self.port and self.names(host)
+
+    def names(self, host: str) -> bool:
+        """True if the entry allows some port of `host`."""
         if (address := as_address(host)) is not None:
             return self.contains(address)
         name = host.lower().removesuffix(".")
@@ -90,6 +93,11 @@ def as_address(host: str) -> Address | None:
 def is_allowed(allow: Sequence[str], host: str, port: int) -> bool:
     """True if a program in the sandbox may request this host and port."""
     return any(parse_entry(entry).covers(host, port) for entry in allow)
+
+
+def own_hosts(allow: Sequence[str]) -> list[str]:
+    """Return the names of a sandbox's own loopback that no entry takes for the controller's machine."""
+    return [host for host in LOOPBACK if not any(parse_entry(entry).names(host) for entry in allow)]
 
 
 def may_connect(allow: Sequence[str], address: Address, port: int) -> bool:

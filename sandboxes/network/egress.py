@@ -139,13 +139,13 @@ async def _refuse(connection: RelayedConnection, status: str) -> None:
 
 
 async def _read_head(connection: RelayedConnection) -> tuple[bytes, bytes]:
-    head = b""
-    while b"\r\n\r\n" not in head:
-        piece = await connection.read()
-        head += piece
-        if not piece or len(head) > MAX_HEAD:
+    """Return the head of a request, of at most MAX_HEAD bytes, and what came with it: a body may be far longer."""
+    came = b""
+    while b"\r\n\r\n" not in came[:MAX_HEAD]:
+        if len(came) >= MAX_HEAD or not (piece := await connection.read()):
             raise ValueError("no proxy request")
-    head, _, rest = head.partition(b"\r\n\r\n")
+        came += piece
+    head, _, rest = came.partition(b"\r\n\r\n")
     return head, rest
 
 

@@ -46,6 +46,11 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(BODY)
 
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+
     def log_message(self, format: str, *args: object) -> None:
         pass
 
@@ -98,6 +103,53 @@ def test_what_is_run_after_all_was_killed_has_the_proxy(provider: str, port: int
         for _ in range(5):
             await sandbox.kill_all()
             assert (await fetch(sandbox, port, "yes"))[-1] == f"HTTP/1.0 200 OK {len(BODY)}"
+
+    within(provider, run, SandboxSpec(network="allowlist", allow=(f"127.0.0.1:{port}",)))
+
+
+OWN_SERVER = """
+import http.server, threading, urllib.request
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 8123), http.server.SimpleHTTPRequestHandler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+for host in ("127.0.0.1", "localhost"):
+    print(urllib.request.urlopen(f"http://{host}:8123/").status)
+"""
+
+
+def test_a_program_reaches_a_server_in_its_own_sandbox_without_the_proxy(provider: str) -> None:
+    """The tests of a task that asked a server on localhost got a 403, whatever a model had done."""
+
+    async def run(sandbox: Sandbox) -> None:
+        said = await sandbox.exec(["python3", "-c", OWN_SERVER], timeout=20)
+        assert said.stdout == b"200\n200\n", said.stderr_text
+
+    within(provider, run, SandboxSpec(network="allowlist", allow=("packages.example.org:443",)))
+
+
+def test_a_loopback_address_on_the_list_is_that_of_the_controllers_machine(provider: str, port: int) -> None:
+    code = "import sys, urllib.request as r; print(len(r.urlopen(sys.argv[1]).read()))"
+
+    async def run(sandbox: Sandbox) -> None:
+        said = await sandbox.exec(["python3", "-c", code, f"http://127.0.0.1:{port}/"], timeout=20)
+        assert said.stdout_text == f"{len(BODY)}\n", said.stderr_text
+
+    within(provider, run, SandboxSpec(network="allowlist", allow=(f"127.0.0.0/8:{port}",)))
+
+
+UPLOAD = r"""
+import socket, sys
+size = 1_000_000
+proxy = socket.create_connection(("127.0.0.1", 3128), 10)
+head = f"POST http://127.0.0.1:{sys.argv[1]}/a HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
+proxy.sendall(head.encode() + b"x" * size)
+print(proxy.recv(65536).split(b"\r\n")[0].decode())
+"""
+
+
+def test_a_body_may_come_with_its_head_and_be_longer_than_any_head(provider: str, port: int) -> None:
+    async def run(sandbox: Sandbox) -> None:
+        said = await sandbox.exec(["python3", "-c", UPLOAD, str(port)], timeout=20)
+        assert said.stdout == b"HTTP/1.0 200 OK\n", said.stderr_text
 
     within(provider, run, SandboxSpec(network="allowlist", allow=(f"127.0.0.1:{port}",)))
 
