@@ -14,9 +14,9 @@ from pathlib import Path
 
 from roll_flash.sandboxes.client.agent_program import cache_folder
 from roll_flash.sandboxes.docker.api import EngineApi, disk_full
-from roll_flash.sandboxes.errors import SandboxDiskFull, SandboxImageError, SandboxStartError
+from roll_flash.sandboxes.errors import SandboxDiskFull, SandboxImageError, SandboxImageMissing, SandboxStartError
 from roll_flash.sandboxes.files.build_context import build_archive
-from roll_flash.sandboxes.images.stored_images import BUILDS, use_build
+from roll_flash.sandboxes.images.stored_images import BUILDS, IMAGE_NAME, use_build
 from roll_flash.sandboxes.owner import LABEL
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 from roll_flash.terminal import one_line, say
@@ -46,7 +46,10 @@ def build_name(spec: SandboxSpec) -> str:
 async def image_of(engine: EngineApi, spec: SandboxSpec) -> str:
     """Return the image of a spec; build it first if necessary. Raises SandboxImageError."""
     if spec.dockerfile is None:
-        return spec.image or DEFAULT_IMAGE
+        image = spec.image or DEFAULT_IMAGE
+        if not IMAGE_NAME.fullmatch(image):
+            raise SandboxImageMissing(f"{image[:100]!r} is no name of an image")
+        return image
     image = build_name(spec)
     if await use_build(engine, image):
         return image

@@ -8,6 +8,7 @@ A build that is unused for BUILD_AGE_S is removed.
 from __future__ import annotations
 
 import json
+import re
 import time
 from datetime import datetime
 from typing import Any
@@ -16,6 +17,8 @@ from roll_flash.sandboxes.docker.api import EngineApi
 from roll_flash.sandboxes.errors import SandboxError
 from roll_flash.sandboxes.owner import LABEL
 
+IMAGE_NAME = re.compile(r"[A-Za-z0-9\[][A-Za-z0-9_.:@+\[\]-]*(/[A-Za-z0-9][A-Za-z0-9_.:@+-]*)*")
+"""All else would ask for something else in a path of the engine's API: `../events?x=` for events without end."""
 SNAPSHOTS = "roll-flash-snapshot"
 BUILDS = "roll-flash-build"
 BUILD_LABEL = f"{LABEL}=image"
@@ -25,7 +28,9 @@ NOTE_EVERY_S = 3600.0
 
 
 async def inspect_image(engine: EngineApi, name: str) -> dict[str, Any] | None:
-    """Return the engine's description of an image; None if it has no image with this name."""
+    """Return the engine's description of an image; None if it has no image with this name, or if that is no name."""
+    if not IMAGE_NAME.fullmatch(name):
+        return None
     answer = await engine.call("GET", f"/images/{name}/json", accept=(404,))
     return None if answer.status_code == 404 else dict(answer.json())
 

@@ -32,7 +32,7 @@ from roll_flash.sandboxes.docker.provider import DockerProvider
 from roll_flash.sandboxes.files.build_context import packed_files
 from roll_flash.sandboxes.images import build as image_build
 from roll_flash.sandboxes.images import stored_images
-from roll_flash.sandboxes.images.build import build_error, image_key, one_at_a_time
+from roll_flash.sandboxes.images.build import build_error, image_key, image_of, one_at_a_time
 from roll_flash.sandboxes.images.default_image import ensure_image
 from roll_flash.sandboxes.images.stored_images import BUILDS, prune_builds, use_build
 from roll_flash.sandboxes.owner import Owner
@@ -110,6 +110,32 @@ def test_a_build_context_that_cannot_be_used_is_refused(docker: str, tmp_path: P
 
     with pytest.raises(SandboxSpecError, match="no tar archive"):
         asyncio.run(build())
+
+
+@pytest.mark.parametrize(
+    "image", ["../events?x=", "get?names=roll-flash-sandbox:latest&x=", "a/../../events?", "a b", "a//b", "x#"]
+)
+def test_a_text_that_is_no_name_of_an_image_asks_the_engine_for_nothing_else(docker: str, image: str) -> None:
+    """A task folder names its image: one was answered with all events of the engine, another with a whole archive."""
+
+    async def ask() -> None:
+        async with open_engine() as engine, asyncio.timeout(20):
+            with pytest.raises(SandboxImageError, match="is no name of an image"):
+                await image_of(engine, SandboxSpec(image=image))
+            assert await stored_images.inspect_image(engine, image) is None
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        *("debian", "roll-flash-sandbox:latest", "a.b-c__d/e:1.2_3-x", "Registry.example:5000/a/b:v1", "0123abcdef"),
+        *(f"a/b@sha256:{'0' * 64}", f"sha256:{'0' * 64}", "[2001:db8::1]:5000/a"),
+    ],
+)
+def test_names_of_images_are_taken(image: str) -> None:
+    assert stored_images.IMAGE_NAME.fullmatch(image)
 
 
 def test_a_dockerfile_that_fails_says_at_what(docker: str) -> None:
