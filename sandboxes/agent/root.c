@@ -130,6 +130,18 @@ static void drop_privileges(uid_t user, gid_t group) {
     must(syscall(SYS_capset, &header, none) == 0, "dropping capabilities");
 }
 
+/* Without a network the engine writes no /etc/hosts, and programs would not find their own servers by name. In a fork
+ * the path may be anything that code inside has made of it. */
+static void name_localhost(void) {
+    static const char names[] = "127.0.0.1 localhost sandbox\n";
+    struct stat status;
+    int fd = open("/etc/hosts", O_WRONLY | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0644);
+    if (fd < 0) return;
+    if (fstat(fd, &status) == 0 && S_ISREG(status.st_mode) && status.st_size == 0)
+        must(write(fd, names, sizeof names - 1) == sizeof names - 1, "/etc/hosts");
+    close(fd);
+}
+
 /* `words`: user, group, then the image's volumes. */
 void root_enter(char **words, size_t count) {
     char *mounts[MAX_MOUNTS], directory[PATH_SIZE];
@@ -146,6 +158,7 @@ void root_enter(char **words, size_t count) {
     bind_read_only(LAYER, MERGED LAYER);
     bind_read_only("/", MERGED IMAGE);
     must(chdir(MERGED) == 0 && mount(".", "/", NULL, MS_MOVE, NULL) == 0 && chroot(".") == 0, "entering it");
+    name_localhost();
     bind_read_only(SELF, SELF); /* root can write there without a capability, for example to oom_score_adj */
     drop_privileges((uid_t)strtoul(words[0], NULL, 10), (gid_t)strtoul(words[1], NULL, 10));
     must(chdir(directory) == 0, directory);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from roll_flash.sandboxes.client.agent_program import AGENT, FOLDER
@@ -69,7 +69,7 @@ def container_config(
     *,
     user: str,
     volumes: Sequence[str] = (),
-    passwd: str | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return the container's configuration.
 
@@ -77,8 +77,7 @@ def container_config(
     user (agent/root.c). The image's volumes are ordinary folders of that root, with the image's content.
 
     `network_container`: container whose loopback-only network namespace is shared; None: a new one. `user`: numeric
-    user and group. `volumes`: result of `volume_paths` for the image. `passwd`: file on the engine's machine for
-    /etc/passwd.
+    user and group. `volumes`: result of `volume_paths` for the image. `files`: those of `files_of_etc`.
     """
     number, group = user.split(":")
     as_root = ["--root", number, group, *volumes] if spec.writable_root else []
@@ -105,7 +104,7 @@ def container_config(
             "Sysctls": NETWORK_SETTINGS if network_container is None else {},
             "ReadonlyRootfs": True,
             "Tmpfs": _writable_places(spec, f"uid={number},gid={group}", volumes),
-            "Mounts": _mounts(agent_volume, passwd),
+            "Mounts": _mounts(agent_volume, files or {}),
         },
     }
 
@@ -151,8 +150,8 @@ def _writable_places(spec: SandboxSpec, owner: str, volumes: Sequence[str]) -> d
     return places
 
 
-def _mounts(agent_volume: str, passwd: str | None) -> list[dict[str, Any]]:
-    """Read-only mounts: the agent's volume and the passwd file."""
+def _mounts(agent_volume: str, files: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Read-only mounts: the agent's volume and files of /etc."""
     program = {
         "Type": "volume",
         "Source": agent_volume,
@@ -160,8 +159,8 @@ def _mounts(agent_volume: str, passwd: str | None) -> list[dict[str, Any]]:
         "ReadOnly": True,
         "VolumeOptions": {"NoCopy": True},
     }
-    users = {"Type": "bind", "Source": passwd, "Target": "/etc/passwd", "ReadOnly": True}
-    return [program, users] if passwd else [program]
+    binds = [{"Type": "bind", "Source": source, "Target": target, "ReadOnly": True} for target, source in files.items()]
+    return [program, *binds]
 
 
 def volume_paths(declared: Iterable[str], spec: SandboxSpec) -> tuple[str, ...]:

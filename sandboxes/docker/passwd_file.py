@@ -1,12 +1,13 @@
 """A user name for the sandbox's user id: whoami, git, ssh and node's os.userInfo() look it up in /etc/passwd.
 
 The file is the image's /etc/passwd plus one line. It lies on this machine while a container starts and is mounted
-read-only; so containers of remote engines, or of engines with user namespaces, have no such name.
+read-only; so containers of remote engines, or of engines with user namespaces, have no such name. The same holds for
+/etc/hosts, in which programs look up `localhost`: an engine writes none for a container without a network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from roll_flash.sandboxes.docker.api import EngineApi
@@ -17,6 +18,7 @@ from roll_flash.sandboxes.scratch import scratch_folder
 PATH = "/etc/passwd"
 NOT_SEEN = "bind source path does not exist"
 """Error text of an engine that cannot see this machine's files."""
+HOSTS_PATH, HOSTS = "/etc/hosts", "127.0.0.1 localhost sandbox\n"
 MAX_BYTES = 1 << 18
 """Maximum size of /etc/passwd: in a snapshot the model controls the file, and it is held in memory."""
 MAX_DIGITS = 20
@@ -35,13 +37,22 @@ async def read_users(engine: EngineApi, container: str) -> str | None:
 
 
 @contextmanager
-def passwd_file(users: str, number: int, home: str) -> Iterator[str]:
-    """Write a file with `users` and the sandbox's user; it must exist until the container has started."""
+def files_of_etc(contents: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Write files for a sandbox; they must exist until the container has started. `contents`: by the path there.
+
+    Yields each one's path here by its path there.
+    """
+    if not contents:
+        yield {}
+        return
     with scratch_folder("users") as folder:
-        path = folder / "passwd"
-        path.write_bytes(encoded(with_user(users, number, home)))
-        path.chmod(0o444)
-        yield str(path)
+        written = {}
+        for target, content in contents.items():
+            path = folder / target.rpartition("/")[2]
+            path.write_bytes(encoded(content))
+            path.chmod(0o444)
+            written[target] = str(path)
+        yield written
 
 
 def with_user(users: str, number: int, home: str) -> str:

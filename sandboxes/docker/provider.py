@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from roll_flash.sandboxes.client.agent_program import AGENT, agent_program
@@ -26,7 +26,15 @@ from roll_flash.sandboxes.docker.container_config import container_config, volum
 from roll_flash.sandboxes.docker.events import EngineEvents
 from roll_flash.sandboxes.docker.guard import IMAGE, Guard
 from roll_flash.sandboxes.docker.isolation import EngineIsolation
-from roll_flash.sandboxes.docker.passwd_file import NOT_SEEN, passwd_file, read_users
+from roll_flash.sandboxes.docker.passwd_file import (
+    HOSTS,
+    HOSTS_PATH,
+    NOT_SEEN,
+    PATH,
+    files_of_etc,
+    read_users,
+    with_user,
+)
 from roll_flash.sandboxes.docker.reaper import list_entries, remove_container, remove_leaked, sweep
 from roll_flash.sandboxes.errors import (
     SandboxError,
@@ -144,7 +152,8 @@ class DockerProvider:
             except _FilesNotSeen:
                 self._sees_files = False
                 _log.warning(
-                    "the Docker engine at %s does not see this machine's files: users of sandboxes have no name there",
+                    "the Docker engine at %s does not see this machine's files: sandboxes have no name for their user "
+                    "there, and without a writable root none for localhost",
                     self.engine.address.host,
                 )
 
@@ -175,9 +184,9 @@ class DockerProvider:
             )
             network = (network_container or name) if spec.network == "internal" else ""
             marks = labels(run, network)
-            with self._passwd(spec, image, number) as passwd:
+            with files_of_etc(self._contents_of_etc(spec, image, number)) as files:
                 body = container_config(
-                    spec, image, agent_volume, marks, network_container, user=user, volumes=volumes, passwd=passwd
+                    spec, image, agent_volume, marks, network_container, user=user, volumes=volumes, files=files
                 )
                 await self._start(sandbox, connection, body, timeout_s)
         self._live.add(name)
@@ -215,11 +224,17 @@ class DockerProvider:
             await asyncio.shield(self._discard(name, connection, creating))
             raise
 
-    def _passwd(self, spec: SandboxSpec, image: str, number: int) -> AbstractContextManager[str | None]:
-        users = self._users[image]
-        if spec.user is None and users is not None and self._sees_files and not self._engine_isolation.user_namespaces:
-            return passwd_file(users, number, spec.workdir)
-        return nullcontext()
+    def _contents_of_etc(self, spec: SandboxSpec, image: str, number: int) -> dict[str, str]:
+        """Return the files of a sandbox that replace those of the image, by path. A writable root gets its /etc/hosts
+        from the agent, in an internal network all get it from the engine."""
+        contents: dict[str, str] = {}
+        if not self._sees_files or self._engine_isolation.user_namespaces:
+            return contents
+        if spec.user is None and (users := self._users[image]) is not None:
+            contents[PATH] = with_user(users, number, spec.workdir)
+        if not spec.writable_root and spec.network != "internal":
+            contents[HOSTS_PATH] = HOSTS
+        return contents
 
     async def _declared_volumes(self, image: str) -> list[str]:
         """Return the image's volumes, cached: the request takes 1/20 of a start. Raises SandboxImageMissing."""

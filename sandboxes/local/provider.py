@@ -20,6 +20,7 @@ from roll_flash.sandboxes.client.agent_program import AGENT, agent_program
 from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.client.connection import AgentConnection, StreamProtocol
 from roll_flash.sandboxes.docker.container_config import SHM_MB
+from roll_flash.sandboxes.docker.passwd_file import HOSTS, HOSTS_PATH
 from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError, SandboxUnavailable
 from roll_flash.sandboxes.local.cgroup import Cgroup, can_limit, make_cgroup, sweep_cgroups
 from roll_flash.sandboxes.owner import GROUP, LOCAL_USERS, new_user
@@ -128,12 +129,13 @@ class LocalProvider:
     ) -> asyncio.subprocess.Process:
         assert self._agent is not None, "connect() comes first"
         ours, theirs = socket.socketpair()
-        files = [os.memfd_create("agent"), os.memfd_create("passwd"), os.memfd_create("group")]
+        files = [os.memfd_create(name) for name in ("agent", "passwd", "group", "hosts")]
         try:
             user, group = (spec.user or USER_INSIDE).split(":")
             _fill(files[0], self._agent)
             _fill(files[1], f"sandbox:x:{user}:{group}::{spec.workdir}:/bin/sh\n".encode())
             _fill(files[2], f"sandbox:x:{group}:\n".encode())
+            _fill(files[3], HOSTS.encode())
             command = [*_limit_files(spec), *_without_root(host_user), *bubblewrap_command(spec, files)]
             process = await asyncio.create_subprocess_exec(
                 *(cgroup.wrap(command) if cgroup is not None else command),
@@ -258,7 +260,7 @@ def _without_root(user: HostUser) -> list[str]:
 
 
 def bubblewrap_command(spec: SandboxSpec, files: list[int]) -> list[str]:
-    """Return the bubblewrap command. `files`: descriptors of agent, passwd and group, which bubblewrap copies in."""
+    """Return the bubblewrap command. `files`: descriptors of agent, passwd, group and hosts, which are copied in."""
     user, group = (spec.user or USER_INSIDE).split(":")
     size = str(spec.tmpfs_size_mb << 20)
     # No --die-with-parent: bubblewrap killed during setup leaves a child that waits forever. End-of-file ends it.
@@ -290,6 +292,7 @@ def bubblewrap_command(spec: SandboxSpec, files: list[int]) -> list[str]:
     command += ["--perms", "0111", "--ro-bind-data", str(files[0]), AGENT]
     command += ["--perms", "0444", "--ro-bind-data", str(files[1]), "/etc/passwd"]
     command += ["--perms", "0444", "--ro-bind-data", str(files[2]), "/etc/group"]
+    command += ["--perms", "0444", "--ro-bind-data", str(files[3]), HOSTS_PATH]
     command += ["--remount-ro", "/", "--chdir", spec.workdir]
     command += ["--setenv", "HOME", spec.workdir, "--setenv", "PATH", SEARCH_PATH]
     return [*command, "--", AGENT]

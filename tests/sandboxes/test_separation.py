@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -201,6 +202,50 @@ def test_a_list_of_users_that_is_too_large_is_not_read_and_stays_the_images(dock
     assert shell(docker, "wc -l < /etc/passwd", large).stdout == b"40000\n"
 
 
+OWN_SERVER = """
+import http.server, socket, threading, urllib.request
+server = http.server.ThreadingHTTPServer(("localhost", 8123), http.server.SimpleHTTPRequestHandler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print(urllib.request.urlopen("http://localhost:8123/").status, socket.gethostbyname(socket.gethostname()))
+"""
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SandboxSpec(),
+        SandboxSpec(user="0:0"),
+        SandboxSpec(writable_root=True),
+        SandboxSpec(writable_root=True, user="0:0", workdir="/work"),
+    ],
+    ids=["default", "root", "a writable root", "as of a task folder"],
+)
+def test_a_program_finds_its_own_server_as_localhost(provider: str, spec: SandboxSpec) -> None:
+    """The tests of a task that asked for http://localhost failed, whatever a model had done."""
+    if provider == "local" and spec.writable_root:
+        pytest.skip("a local sandbox has no writable root")
+
+    async def ask(sandbox: Sandbox) -> None:
+        said = await sandbox.exec(["python3", "-c", OWN_SERVER], timeout=30)
+        assert said.stdout == b"200 127.0.0.1\n", said.stderr_text
+
+    within(provider, ask, spec)
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("how", ["ln -s /tmp/hosts", "mkdir", "ln -s /proc/1/mem", "echo 127.0.0.1 mine >"])
+def test_a_fork_starts_whatever_was_made_of_its_list_of_hosts(docker: str, how: str) -> None:
+    async def fork() -> str:
+        async with SandboxPool(provider="docker", size=0) as pool:
+            async with pool.lease(SandboxSpec(writable_root=True, user="0:0")) as sandbox:
+                assert (await sandbox.exec(f"rm /etc/hosts; {how} /etc/hosts")).ok
+                forked = await sandbox.snapshot()
+            async with pool.lease(forked) as sandbox:
+                return (await sandbox.exec("cat /tmp/hosts; echo up")).stdout_text
+
+    assert asyncio.run(fork()) == "up\n"
+
+
 def test_the_user_of_a_local_sandbox_has_a_name() -> None:
     need("local")
     assert shell("local", "whoami").stdout == b"sandbox\n"
@@ -224,9 +269,9 @@ def test_a_forks_list_of_users_has_the_sandbox_once() -> None:
 def test_the_list_of_users_is_as_in_the_image_whatever_the_locale_of_this_machine_is() -> None:
     program = """
 import sys
-from roll_flash.sandboxes.docker.passwd_file import passwd_file
-with passwd_file("m\\u00fcller:x:1:1:\\udcff:/:\\n", 7, "/w") as path:
-    sys.stdout.buffer.write(open(path, "rb").read())
+from roll_flash.sandboxes.docker.passwd_file import files_of_etc, with_user
+with files_of_etc({"/etc/passwd": with_user("m\\u00fcller:x:1:1:\\udcff:/:\\n", 7, "/w")}) as files:
+    sys.stdout.buffer.write(open(files["/etc/passwd"], "rb").read())
 """
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=ascii_only, check=False)
@@ -237,10 +282,10 @@ with passwd_file("m\\u00fcller:x:1:1:\\udcff:/:\\n", 7, "/w") as path:
 def test_an_engine_that_does_not_see_this_machines_files_starts_sandboxes_all_the_same(
     docker: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def elsewhere(users: str, number: int, home: str) -> Any:
-        return contextlib.nullcontext("/no/such/folder/passwd")
+    def elsewhere(contents: Mapping[str, str]) -> Any:
+        return contextlib.nullcontext({path: f"/no/such/folder{path}" for path in contents})
 
-    monkeypatch.setattr(docker_provider, "passwd_file", elsewhere)
+    monkeypatch.setattr(docker_provider, "files_of_etc", elsewhere)
 
     async def use() -> list[str]:
         connected = await connect_provider(docker)
@@ -252,7 +297,7 @@ def test_an_engine_that_does_not_see_this_machines_files_starts_sandboxes_all_th
             await connected.close()
 
     assert asyncio.run(use()) == ["up\n"] * 2
-    assert sum("have no name" in record.message for record in caplog.records) == 1
+    assert sum("have no name for their user" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.docker
