@@ -116,24 +116,31 @@ for host in ("127.0.0.1", "localhost"):
 """
 
 
-def test_a_program_reaches_a_server_in_its_own_sandbox_without_the_proxy(provider: str) -> None:
+@pytest.fixture
+def with_urllib() -> str:
+    """A provider whose Python has all modules: that of the default image has no client for HTTP."""
+    need("local")
+    return "local"
+
+
+def test_a_program_reaches_a_server_in_its_own_sandbox_without_the_proxy(with_urllib: str) -> None:
     """The tests of a task that asked a server on localhost got a 403, whatever a model had done."""
 
     async def run(sandbox: Sandbox) -> None:
         said = await sandbox.exec(["python3", "-c", OWN_SERVER], timeout=20)
         assert said.stdout == b"200\n200\n", said.stderr_text
 
-    within(provider, run, SandboxSpec(network="allowlist", allow=("packages.example.org:443",)))
+    within(with_urllib, run, SandboxSpec(network="allowlist", allow=("packages.example.org:443",)))
 
 
-def test_a_loopback_address_on_the_list_is_that_of_the_controllers_machine(provider: str, port: int) -> None:
+def test_a_loopback_address_on_the_list_is_that_of_the_controllers_machine(with_urllib: str, port: int) -> None:
     code = "import sys, urllib.request as r; print(len(r.urlopen(sys.argv[1]).read()))"
 
     async def run(sandbox: Sandbox) -> None:
         said = await sandbox.exec(["python3", "-c", code, f"http://127.0.0.1:{port}/"], timeout=20)
         assert said.stdout_text == f"{len(BODY)}\n", said.stderr_text
 
-    within(provider, run, SandboxSpec(network="allowlist", allow=(f"127.0.0.0/8:{port}",)))
+    within(with_urllib, run, SandboxSpec(network="allowlist", allow=(f"127.0.0.0/8:{port}",)))
 
 
 UPLOAD = r"""
