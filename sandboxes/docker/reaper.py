@@ -86,12 +86,19 @@ async def _with_engine(host: str | None, action: Action) -> list[SandboxEntry]:
 async def list_entries(engine: EngineApi) -> list[SandboxEntry]:
     """List containers and snapshots of all owners."""
     query = {"all": "1", "filters": json.dumps({"label": [f"{LABEL}=1"]})}
-    containers = await engine.json("GET", "/containers/json", query=query)
+    listed = await engine.json("GET", "/containers/json", query=query)
+    containers = [item for item in listed if item["State"] != "dead" or await _exists(engine, item["Id"])]
     images = await list_images(engine, SNAPSHOTS, f"{LABEL}=1")
     return [
         *(_entry(item, engine.address.host) for item in containers),
         *(_entry(item, engine.address.host, name) for item in images for name in item["RepoTags"]),
     ]
+
+
+async def _exists(engine: EngineApi, container: str) -> bool:
+    """False for a container that the engine lists as dead after its removal, until the engine starts again."""
+    answer = await engine.call("GET", f"/containers/{container}/json", accept=(404,))
+    return answer.status_code != 404
 
 
 async def sweep(engine: EngineApi) -> list[SandboxEntry]:

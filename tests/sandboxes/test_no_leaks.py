@@ -14,10 +14,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from roll_flash.sandboxes import SandboxPool, list_sandboxes, reap
+from roll_flash.sandboxes.docker.api import EngineApi
 from roll_flash.sandboxes.local.cgroup import can_limit
 from roll_flash.sandboxes.owner import Owner, process_started
 
@@ -196,6 +198,22 @@ def test_a_live_sandbox_is_not_swept_from_another_process_namespace() -> None:
             assert (await sandbox.exec("echo here")).stdout == b"here\n"
 
     asyncio.run(run())
+
+
+@pytest.mark.docker
+def test_a_container_that_an_engine_lists_after_its_removal_is_no_leftover(
+    docker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that was killed while it removed one did so on a busy machine, until its next start."""
+    ask = EngineApi.json
+
+    async def with_another(engine: EngineApi, method: str, path: str, **options: Any) -> Any:
+        found = await ask(engine, method, path, **options)
+        gone = {"Id": "0" * 64, "State": "dead", "Labels": {"roll-flash": "1"}, "Created": 1}
+        return [*found, gone] if path == "/containers/json" else found
+
+    monkeypatch.setattr(EngineApi, "json", with_another)
+    assert "0" * 64 not in {entry.name for entry in list_sandboxes()}
 
 
 @pytest.mark.docker
