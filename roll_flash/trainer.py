@@ -68,7 +68,7 @@ def train(config: Config | str | Path, *, resume: bool = False, on_step: OnStep 
     config = config if isinstance(config, Config) else load_config(config)
     # Report problems before a run folder of this name exists, those that are found at once first.
     check_run_folder(config, resume=resume)
-    checked = check_parts(config)
+    checked = check_parts(config, resume=resume)
     if resume:
         check_tasks(config)
     if config.ray.address is None:  # else workers may be on other nodes, which are checked when their places are known

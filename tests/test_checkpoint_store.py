@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from roll_flash.cli.main import main
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import CheckpointError, ConfigError
-from roll_flash.run.checkpoints.store import CheckpointCopies, CheckpointStore, store_of
+from roll_flash.run.checkpoints.store import CheckpointCopies, CheckpointStore, check_store, store_of
 from roll_flash.run.run_dir import Checkpoint, RunDir, list_checkpoints
 
 WEIGHTS = bytes(range(256)) * 5000
@@ -68,6 +69,16 @@ class FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]
 
     protocol = "faulty"
     fault = ""
+
+    def pipe_file(self, path: str, value: bytes, *args: Any, **kwargs: Any) -> None:
+        if self.fault == "hangs":
+            time.sleep(60)
+        super().pipe_file(path, value, *args, **kwargs)
+
+    def rm(self, path: str, *args: Any, **kwargs: Any) -> None:
+        if self.fault == "removes nothing":
+            raise PermissionError("Access Denied")
+        super().rm(path, *args, **kwargs)
 
     def put_file(self, lpath: str, rpath: str, *args: Any, **kwargs: Any) -> None:
         if self.fault == "refuses":
@@ -132,8 +143,36 @@ def test_a_store_that_cannot_be_used_is_refused_before_anything_starts(
         CheckpointStore("s4://b/runs/mine")
     with pytest.raises(ConfigError, match=r"cannot use it: .*; check the address, and the credentials"):
         CheckpointStore("file:///proc/nowhere").check()
+    monkeypatch.setattr("roll_flash.run.checkpoints.store.CHECK_LIMIT_S", 0.1)
+    monkeypatch.setattr(FaultyFileSystem, "fault", "hangs")
+    with pytest.raises(ConfigError, match=r"no answer within 0.1 s; check the address"):
+        CheckpointStore(f"faulty://{uuid.uuid4().hex}/mine").check()
     store(config).check()
     assert store(config).steps() == []
+
+
+def test_a_new_run_is_refused_where_copies_of_another_are_and_one_that_goes_on_is_not(
+    config: Config, run: RunDir
+) -> None:
+    check_store(config, resume=False)
+    put(config, run, 2, 3)
+    with pytest.raises(ConfigError, match=r"has copies of a run of this name \(of steps 2, 3\)"):
+        check_store(config, resume=False)
+    check_store(config, resume=True)
+
+
+def test_a_run_that_went_back_keeps_the_copies_that_it_makes(config: Config, run: RunDir) -> None:
+    put(config, run, 2, 3)
+    said: list[str] = []
+
+    async def use() -> None:
+        copies = CheckpointCopies(store(config), config.checkpoint, said.append)
+        await copies.go_on_from(list_checkpoints(run.folder)[0])
+        await copies.settled(60)
+
+    asyncio.run(use())
+    assert store(config).steps() == [1, 2, 3]
+    assert "also has copies of steps 2, 3, which the run has not made since it went back" in said[0]
 
 
 def test_what_was_begun_and_what_is_old_is_removed_and_what_is_kept_stays(config: Config, run: RunDir) -> None:
@@ -142,11 +181,11 @@ def test_what_was_begun_and_what_is_old_is_removed_and_what_is_kept_stays(config
     root = copies.url.removeprefix("memory:/")
     fs.rm_file(f"{root}/step_3/COMPLETE")
     assert copies.steps() == [1, 2]
-    copies.prune(keep=1)
+    copies.prune(3, keep=1)
     assert copies.steps() == [2]
     assert not fs.exists(f"{root}/step_3")
     put(config, run, 3)
-    copies.prune(keep=1, keep_every=2)
+    copies.prune(3, keep=1, keep_every=2)
     assert copies.steps() == [2, 3]
 
 
@@ -198,6 +237,57 @@ def test_a_copy_that_fails_is_said_counted_and_made_later_also_when_the_run_has_
     assert faulty.find_damage(1) is None
 
 
+def test_only_the_newest_of_what_a_store_does_not_take_keeps_its_space(
+    run: RunDir, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FaultyFileSystem, "fault", "refuses")
+    faulty = CheckpointStore(f"faulty://{uuid.uuid4().hex}/mine")
+
+    async def use() -> None:
+        copies = CheckpointCopies(faulty, config.checkpoint, lambda text: None)
+        for step in (4, 5, 6):
+            await copies.add(await asyncio.to_thread(write, run, step))
+            await copies.settled(60)
+            run.prune_checkpoints(1)
+        assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["step_6", "step_6.copying"]
+        monkeypatch.setattr(FaultyFileSystem, "fault", "")
+        await copies.settled(60)
+
+    asyncio.run(use())
+    assert faulty.find_damage(6) is None
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step_6"]
+
+
+def test_a_checkpoint_is_not_sent_again_because_an_old_copy_cannot_be_removed(
+    run: RunDir, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty = CheckpointStore(f"faulty://{uuid.uuid4().hex}/mine")
+    sent: list[str] = []
+
+    def put_file(self: Any, lpath: str, rpath: str, *args: Any, **kwargs: Any) -> None:
+        sent.append(rpath)
+        super(FaultyFileSystem, self).put_file(lpath, rpath, *args, **kwargs)
+
+    monkeypatch.setattr(FaultyFileSystem, "put_file", put_file)
+
+    async def use() -> None:
+        copies = CheckpointCopies(faulty, config.checkpoint, lambda text: None)
+        for checkpoint in list_checkpoints(run.folder):
+            await copies.add(checkpoint)
+            monkeypatch.setattr(FaultyFileSystem, "fault", "removes nothing" if checkpoint.step == 3 else "")
+            await copies.settled(60)
+        count = len(sent)
+        await copies.settled(60)
+        assert copies.metrics()["checkpoint/copy_failures"] == 2
+        assert len(sent) == count
+        monkeypatch.setattr(FaultyFileSystem, "fault", "")
+        await copies.settled(60)
+        assert len(sent) == count
+
+    asyncio.run(use())
+    assert faulty.steps() == [2, 3]
+
+
 def test_ls_verify_and_rm_take_a_url(config: Config, run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     copies = put(config, run, 1, 2)
     assert main(["checkpoints", "ls", copies.url]) == 0
@@ -230,3 +320,20 @@ def test_get_brings_a_run_to_a_machine_that_never_had_it(
         assert again.config_changes == []
     assert main(["checkpoints", "get", f"{copies.url}-not"]) == 2
     assert "no complete copy of a checkpoint" in capsys.readouterr().err
+
+
+def test_names_and_a_config_that_no_run_writes_are_not_followed(
+    config: Config, run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copies = put(config, run, 3)
+    root = copies.url.removeprefix("memory:/")
+    MemoryFileSystem().pipe_file(f"{root}/step_3/../../../../outside", b"of somebody else")
+    run.close()
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    assert main(["checkpoints", "get", copies.url]) == 0
+    assert not list(tmp_path.rglob("outside"))
+    for content in (b"a: " + b"[" * 100_000, b"- 1", b"\xff", b"a: 1:" + b"1:" * 5000):
+        MemoryFileSystem().pipe_file(f"{root}/config.yaml", content)
+        capsys.readouterr()
+        assert main(["checkpoints", "get", copies.url]) == 2
+        assert "config.yaml: not as a run writes it: " in capsys.readouterr().err

@@ -29,7 +29,7 @@ def dry_run(config: Config, *, resume: bool = False) -> list[str]:
     A model given by name is prepared if needed; nothing else is left behind.
     """
     changes = [f"changed by --resume: {line}" for line in check_run_folder(config, resume=resume)]
-    checked = check_parts(config)
+    checked = check_parts(config, resume=resume)
     if resume:
         check_tasks(config)
     prompts = PromptCheck(config, checked.model_folder) if checked.model_folder is not None else None

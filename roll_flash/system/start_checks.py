@@ -27,7 +27,7 @@ from roll_flash.models.prepare import resolve_model
 from roll_flash.models.shape import has_experts
 from roll_flash.monitor.exporters.export import check_exporters
 from roll_flash.planner.machines.fit import Fit, fit_here
-from roll_flash.run.checkpoints.store import store_of
+from roll_flash.run.checkpoints.store import check_store
 from roll_flash.sandboxes import SandboxSpec, SandboxUnavailable
 from roll_flash.scheduling.tasks import total_size
 from roll_flash.stages.reward_stage import check_stages
@@ -54,10 +54,11 @@ class Checked:
     """What the run needs of this machine; None if that is known only when Ray runs."""
 
 
-def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> Checked:
+def check_parts(config: Config, *, trains: bool = True, serves: bool = True, resume: bool = False) -> Checked:
     """Check the parts of a config on this machine, without starting any; prepare a model given by name.
 
-    `trains`: also check what only a learner needs; `serves`: also the model and its servers. Raises RollFlashError.
+    `trains`: also check what only a learner needs; `serves`: also the model and its servers; `resume`: a run goes on.
+    Raises RollFlashError.
     """
     folder = resolve_model(config.model.path, config.model.revision) if serves else None
     if folder is not None:
@@ -88,8 +89,7 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
         check_stages(config)
         if config.distill is not None and folder is not None:
             _check_teacher(config, config.distill.teacher, folder)
-        if (store := store_of(config)) is not None:
-            store.check()
+        check_store(config, resume=resume)
         if config.warm_start is not None and folder is not None:
             check_demonstrations(config.warm_start, folder, config.model)
     if folder is not None:

@@ -644,8 +644,8 @@ async def _open_copies(stack: AsyncExitStack, start: Start, note: Callable[[str]
     if (store := store_of(start.config)) is None:
         return None
     copies = CheckpointCopies(store, start.config.checkpoint, note)
-    if start.checkpoint is not None and start.checkpoint.step not in await call_in_thread(store.steps):
-        await copies.add(start.checkpoint)
+    if start.checkpoint is not None:
+        await copies.go_on_from(start.checkpoint)
     await stack.enter_async_context(background_task(copies.run(), "the copies of checkpoints"))
     return copies
 

@@ -16,17 +16,20 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-import yaml
+from yaml import YAMLError
 
+from roll_flash.checked_files import load_yaml
 from roll_flash.config.tree import CheckpointConfig, Config, load_config
 from roll_flash.errors import CheckpointError, ConfigError, first_line
-from roll_flash.processes.background import call_in_thread
+from roll_flash.processes.background import DaemonThreads, call_in_thread
 from roll_flash.run.checkpoints.checksums import CHECKSUMS, checksum_of, find_damage, parse_checksums
 from roll_flash.run.run_dir import COMPLETE, COPYING, Checkpoint, link_folder, locked_run
 
 CONFIG, PROBE = "config.yaml", ".probe"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 """Pauses in seconds before a copy is tried again; each is twice as long as the one before."""
+CHECK_LIMIT_S = 60.0
+"""Seconds in which a store must answer at the start of a run. Drivers by themselves try for many minutes."""
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -51,13 +54,21 @@ class CheckpointStore:
     def check(self) -> None:
         """Write, read and remove a small file. Raises ConfigError: the store is not there, or refuses us."""
         try:
-            with self._errors("use", ""):
-                self._fs.makedirs(self._root, exist_ok=True)
-                self._fs.pipe_file(self._at(PROBE), b"probe")
-                self._fs.cat_file(self._at(PROBE))
-                self._fs.rm_file(self._at(PROBE))
+            DaemonThreads().submit(self._probe).result(CHECK_LIMIT_S)
+        except TimeoutError:
+            raise ConfigError(
+                f"{self.url}: no answer within {CHECK_LIMIT_S:g} s; check the address, and that no firewall drops the "
+                "packets, or leave out checkpoint.copy_to"
+            ) from None
         except CheckpointError as error:
             raise ConfigError(f"{error}; check the address, and the credentials that its driver reads") from None
+
+    def _probe(self) -> None:
+        with self._errors("use", ""):
+            self._fs.makedirs(self._root, exist_ok=True)
+            self._fs.pipe_file(self._at(PROBE), b"probe")
+            self._fs.cat_file(self._at(PROBE))
+            self._fs.rm_file(self._at(PROBE))
 
     def steps(self) -> list[int]:
         """Return the steps of complete copies, oldest first."""
@@ -86,9 +97,12 @@ class CheckpointStore:
             return int(self._fs.du(self._at(f"step_{step}")))
 
     def put(self, folder: Path, step: int, config: Path) -> None:
-        """Copy a complete checkpoint and the config of its run, in the place of an older copy; compare what arrived."""
+        """Copy a complete checkpoint and the config of its run, in the place of another copy; compare what arrived.
+        What is there already, with the same checksums, is not sent again."""
         name = f"step_{step}"
         if step in self._folders():
+            if self._has(step, folder):
+                return
             self.remove([step])
         with self._errors("write", name):
             self._fs.makedirs(self._root, exist_ok=True)
@@ -126,21 +140,26 @@ class CheckpointStore:
         shutil.rmtree(partial, ignore_errors=True)
         try:
             with self._errors("read", f"step_{step}"):
-                source = self._at(f"step_{step}")
-                for path in self._fs.find(source):
-                    target = partial / posixpath.relpath(path, source)
+                # Only what the checksums name: other names, which a store may hold too, can lead out of the folder.
+                names = parse_checksums(self._fs.cat_file(self._at(f"step_{step}/{CHECKSUMS}")))
+                for name in (*names, CHECKSUMS, COMPLETE):
+                    target = partial / name
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    self._fs.get_file(path, str(target))
+                    self._fs.get_file(self._at(f"step_{step}/{name}"), str(target))
             if damage := find_damage(partial):
                 raise CheckpointError(f"{self.url}/step_{step}: damaged ({damage}); take another step")
             partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
-    def config(self) -> str:
-        """Return the config of the run, as YAML."""
+    def config(self) -> tuple[str, Config]:
+        """Return the config of the run, as YAML and as it is read. Raises ConfigError for one that no run writes."""
         with self._errors("read", CONFIG):
-            return str(self._fs.cat_file(self._at(CONFIG)).decode())
+            content = self._fs.cat_file(self._at(CONFIG))
+        try:
+            return content.decode(), load_config(dict(load_yaml(content)))
+        except (YAMLError, TypeError, ValueError) as error:
+            raise ConfigError(f"{self.url}/{CONFIG}: not as a run writes it: {first_line(error)}") from None
 
     def remove(self, steps: Sequence[int]) -> None:
         """Remove copies; first what makes them complete."""
@@ -148,12 +167,15 @@ class CheckpointStore:
             with self._errors("remove", f"step_{step}"):
                 if self._exists(f"step_{step}/{COMPLETE}"):
                     self._fs.rm_file(self._at(f"step_{step}/{COMPLETE}"))
-                self._fs.rm(self._at(f"step_{step}"), recursive=True)
+                with suppress(FileNotFoundError):  # some stores list for a while what is gone
+                    self._fs.rm(self._at(f"step_{step}"), recursive=True)
 
-    def prune(self, keep: int, keep_every: int = 0) -> None:
-        """Remove copies as `RunDir.prune_checkpoints` does, and what is left of those that were never complete."""
+    def prune(self, newest: int, keep: int, keep_every: int = 0) -> None:
+        """Remove copies as `RunDir.prune_checkpoints` does, and what is left of those that were never complete. Copies
+        of steps after `newest`, which the run has not made since it went back, stay and do not count."""
         complete = self.steps()
-        old = [step for step in complete[:-keep] if not keep_every or step % keep_every]
+        old = [step for step in complete if step <= newest][:-keep]
+        old = [step for step in old if not keep_every or step % keep_every]
         self.remove([*old, *(step for step in self._folders() if step not in complete)])
 
     def _folders(self) -> list[int]:
@@ -169,6 +191,14 @@ class CheckpointStore:
     def _exists(self, name: str) -> bool:
         with self._errors("read", name):
             return bool(self._fs.exists(self._at(name)))
+
+    def _has(self, step: int, folder: Path) -> bool:
+        """True if the copy of a step is complete and has the checksums of this folder."""
+        if not self._exists(f"step_{step}/{COMPLETE}"):
+            return False
+        with self._errors("read", f"step_{step}"), suppress(FileNotFoundError):
+            return bool(self._fs.cat_file(self._at(f"step_{step}/{CHECKSUMS}")) == (folder / CHECKSUMS).read_bytes())
+        return False
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -194,6 +224,7 @@ class CheckpointCopies:
         self._config = config
         self._note = note
         self._waiting: Checkpoint | None = None
+        self._being_copied: Checkpoint | None = None
         self._changed = asyncio.Event()
         self._copying = asyncio.Lock()
         self._copied: int | None = None
@@ -203,8 +234,20 @@ class CheckpointCopies:
         """Copy this checkpoint. Hard links keep its files until then, also if the run removes it."""
         kept = checkpoint.folder.with_name(f"{checkpoint.folder.name}{COPYING}")
         await asyncio.to_thread(link_folder, checkpoint.folder, kept)
-        self._waiting = Checkpoint(checkpoint.step, kept)
+        newest = self._waiting = Checkpoint(checkpoint.step, kept)
         self._changed.set()
+        await asyncio.to_thread(self._remove_links, newest)
+
+    async def go_on_from(self, checkpoint: Checkpoint) -> None:
+        """Copy the checkpoint with which a run goes on, if it has no copy, and say which copies are of later steps."""
+        copied = await call_in_thread(self._store.steps)
+        if checkpoint.step not in copied:
+            await self.add(checkpoint)
+        if later := [step for step in copied if step > checkpoint.step]:
+            self._note(
+                f"{self._store.url} also has copies of steps {', '.join(map(str, later))}, which the run has not made "
+                "since it went back: they stay until it makes these steps again"
+            )
 
     async def run(self) -> None:
         """Copy what waits, for ever."""
@@ -237,29 +280,33 @@ class CheckpointCopies:
         async with self._copying:
             if (checkpoint := self._waiting) is None:
                 return True
+            self._being_copied = checkpoint
             try:
                 await call_in_thread(partial(self._put, checkpoint))
             except CheckpointError as error:
                 self._failures += 1
                 self._note(f"the checkpoint of step {checkpoint.step} could not be copied: {error}")
-                return False
-            if self._waiting is checkpoint:
-                self._waiting = None
-            await asyncio.to_thread(_remove_links, checkpoint)
-            self._copied = checkpoint.step
-            return True
+                is_copied = False
+            else:
+                self._copied, is_copied = checkpoint.step, True
+                if self._waiting is checkpoint:
+                    self._waiting = None
+            self._being_copied = None
+            await asyncio.to_thread(self._remove_links, checkpoint)
+            return is_copied
 
     def _put(self, checkpoint: Checkpoint) -> None:
         self._store.put(checkpoint.folder, checkpoint.step, checkpoint.folder.parents[1] / CONFIG)
-        self._store.prune(self._config.keep, self._config.keep_every)
+        self._store.prune(checkpoint.step, self._config.keep, self._config.keep_every)
 
-
-def _remove_links(newest: Checkpoint) -> None:
-    """Remove the links to a checkpoint that was copied, and to older ones, which need not be any more."""
-    for path in newest.folder.parent.glob(f"step_*{COPYING}"):
-        match = _STEP.fullmatch(path.name.removesuffix(COPYING))
-        if match and int(match[1]) <= newest.step:
-            shutil.rmtree(path, ignore_errors=True)
+    def _remove_links(self, newest: Checkpoint) -> None:
+        """Remove the links to this checkpoint and to older ones, as far as they need not be copied any more: links keep
+        the space of checkpoints that the run has removed, and a store may be away for days."""
+        needed = [each.step for each in (self._waiting, self._being_copied) if each is not None]
+        for path in newest.folder.parent.glob(f"step_*{COPYING}"):
+            match = _STEP.fullmatch(path.name.removesuffix(COPYING))
+            if match and int(match[1]) <= newest.step and int(match[1]) not in needed:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def fetch_checkpoint(store: CheckpointStore, step: int | None) -> Checkpoint:
@@ -272,8 +319,8 @@ def fetch_checkpoint(store: CheckpointStore, step: int | None) -> Checkpoint:
         raise ConfigError(
             f"{store.url}: no complete copy of a checkpoint; is it checkpoint.copy_to with the run's name?"
         )
-    text = store.config()
-    folder = load_config(yaml.safe_load(text)).run_folder
+    text, config = store.config()
+    folder = config.run_folder
     checkpoint = Checkpoint(steps[-1], folder / "checkpoints" / f"step_{steps[-1]}")
     with locked_run(folder):
         if checkpoint.folder.exists():
@@ -287,6 +334,20 @@ def fetch_checkpoint(store: CheckpointStore, step: int | None) -> Checkpoint:
 
 def is_url(text: str) -> bool:
     return "://" in text
+
+
+def check_store(config: Config, *, resume: bool) -> None:
+    """Check that checkpoints can be copied as the config says, and that a new run finds no copies of another one, among
+    which its own would be the oldest. Raises ConfigError."""
+    if (store := store_of(config)) is None:
+        return
+    store.check()
+    if not resume and (steps := store.steps()):
+        raise ConfigError(
+            f"{store.url}: has copies of a run of this name (of steps {', '.join(map(str, steps))}); `roll-flash "
+            "checkpoints get` brings it back here, and `checkpoints rm` removes them; for another run choose "
+            "name=OTHER or another checkpoint.copy_to"
+        )
 
 
 def store_of(config: Config) -> CheckpointStore | None:
