@@ -42,7 +42,8 @@ def say(text: str = "", *, error: bool = False, end: str = "\n") -> None:
 
 
 class _OutlivingReader:
-    """A text stream whose output is lost, instead of an error, from when nobody reads it any more."""
+    """A text stream whose output is lost, instead of an error: for ever once nobody reads it, else as long as its disk
+    or terminal takes none."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -59,20 +60,39 @@ class _OutlivingReader:
     def _try(self, work: Callable[[], T], otherwise: T) -> T:
         try:
             return work()
-        except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):
+                self._lead_nowhere()
             return otherwise
+
+    def _lead_nowhere(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+    def forget(self) -> None:
+        """Drop what could not be written: it would be an error at the exit of the program."""
+        try:
+            self._stream.flush()
+        except OSError:
+            kept = os.dup(self._stream.fileno())
+            self._lead_nowhere()
+            self._stream.flush()
+            os.dup2(kept, self._stream.fileno())
+            os.close(kept)
 
 
 @contextmanager
 def outliving_readers() -> Iterator[None]:
-    """Go on when the reader of our output ends (`| tee` on a full disk): a run of hours is worth more than its lines,
-    which `roll-flash status` and the files of the run have too."""
+    """Go on when the reader of our output ends (`| tee`), its disk is full or its terminal is gone: a run of hours is
+    worth more than its lines, which `roll-flash status` and the files of the run have too."""
     out, error = _OutlivingReader(sys.stdout), _OutlivingReader(sys.stderr)
-    with redirect_stdout(out), redirect_stderr(error):
-        yield
+    try:
+        with redirect_stdout(out), redirect_stderr(error):
+            yield
+    finally:
+        out.forget()
+        error.forget()
 
 
 def escape_what_cannot_be_encoded() -> None:

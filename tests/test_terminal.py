@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -148,3 +149,24 @@ def test_what_a_build_prints_of_a_dockerfile_is_text(
     said = capsys.readouterr().err
     assert printable(said) == said
     assert len(said.splitlines()) == 3
+
+
+PRINTS = """
+import sys
+from roll_flash.terminal import outliving_readers, say
+with outliving_readers():
+    for _ in range(2000):
+        say("step 1 " * 10)
+    print("step 2", end="")
+sys.exit(7)
+"""
+
+
+def test_a_run_goes_on_when_the_disk_of_its_output_is_full_or_its_terminal_is_gone() -> None:
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, "-c", PRINTS], stdout=full, check=False).returncode == 7
+    controller, terminal = os.openpty()
+    process = subprocess.Popen([sys.executable, "-c", PRINTS], stdout=terminal, stderr=subprocess.PIPE)
+    os.close(terminal)
+    os.close(controller)
+    assert (process.wait(60), process.stderr.read() if process.stderr else b"") == (7, b"")
