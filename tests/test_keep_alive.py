@@ -13,6 +13,7 @@ import pytest
 
 from roll_flash.processes.keep_alive import (
     FIRST_PAUSE_S,
+    MAX_REFUSED,
     MAX_WITHOUT_PROGRESS,
     PAUSE_AFTER_PROGRESS_S,
     keep_alive,
@@ -64,6 +65,19 @@ def test_a_run_without_a_new_step_is_given_up_and_one_that_goes_on_is_not(
     assert keep_alive(lambda: command, lambda: next(steps), first_pause_s=0.01) == 0
 
 
+def test_a_run_that_went_on_is_not_given_up_while_its_store_or_docker_is_away(tmp_path: Path) -> None:
+    command = ending(tmp_path / "back", *["1"] * 3, *["2"] * (MAX_REFUSED - 1), "0")
+    assert keep_alive(lambda: command, lambda: 7, first_pause_s=0.0001) == 0
+    command = ending(tmp_path / "away", "1", *["2"] * 40)
+    assert keep_alive(lambda: command, lambda: 7, first_pause_s=0.0001) == 2
+    assert starts(tmp_path / "away") == 1 + MAX_REFUSED
+
+
+def test_a_start_for_which_the_machine_has_no_process_is_tried_again(tmp_path: Path) -> None:
+    commands = iter([[str(tmp_path / "no such program")], ending(tmp_path / "count", "0")])
+    assert keep_alive(lambda: next(commands), lambda: 7, first_pause_s=0.01) == 0
+
+
 def test_a_start_with_a_new_step_is_not_counted_among_those_without(tmp_path: Path) -> None:
     command = ending(tmp_path / "count", *["1"] * 20)
     steps = iter([0, 1, 1, *[1] * 20])  # `progress` before and after the first start, and then no more
@@ -99,6 +113,21 @@ def test_its_run_ends_with_it(how: signal.Signals) -> None:
     while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{child}").exists()
+    parent.stdout.close()
+
+
+def test_under_nohup_it_outlives_its_terminal() -> None:
+    nohup = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{PARENT}"
+    parent = subprocess.Popen([sys.executable, "-c", nohup], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "ready\n"
+    (child,) = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    parent.send_signal(signal.SIGHUP)
+    os.kill(int(child), signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        parent.wait(1)
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(60) == 130
     parent.stdout.close()
 
 

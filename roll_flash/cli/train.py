@@ -34,7 +34,8 @@ def train(
     if dry_run:
         return _dry_run(config, resume, as_json)
     if keep_alive:
-        return _keep_alive(config, [*(words or []), *(["--json"] if as_json else [])], resume)
+        with outliving_readers():
+            return _keep_alive(config, [*(words or []), *(["--json"] if as_json else [])], resume)
     from roll_flash.summary import closing_text
     from roll_flash.trainer import train as run
 
@@ -49,7 +50,7 @@ def train(
 
 
 def _keep_alive(config: Config, words: list[str], resume: bool) -> int:
-    from roll_flash.monitor.metrics import read_metrics
+    from roll_flash.monitor.metrics import newest_step
     from roll_flash.processes.keep_alive import keep_alive, own_command
 
     folder, starts = config.run_folder, itertools.count()
@@ -58,10 +59,7 @@ def _keep_alive(config: Config, words: list[str], resume: bool) -> int:
         goes_on = next(starts) > 0 and (folder / "config.yaml").is_file()
         return own_command(["train", *words, *(["--resume"] if resume or goes_on else [])])
 
-    def newest_step() -> int:
-        return max((int(row["step"]) for row in read_metrics(folder)), default=0)
-
-    return keep_alive(command, newest_step)
+    return keep_alive(command, lambda: newest_step(folder))
 
 
 def _dry_run(config: Config, resume: bool, as_json: bool) -> int:

@@ -6,9 +6,10 @@ The constants below are the names that the progress line, the plot and the summa
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +44,8 @@ EVAL_REWARD = "eval/reward"
 NOT_FINITE = "metrics/not_finite"
 
 FILE_NAME = "metrics.jsonl"
+TAIL_BYTES = 1 << 20
+"""Bytes in which the newest lines of the metrics are looked for."""
 
 _Number = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)] | float
 """As JSON has them; float64 does not hold larger integers exactly."""
@@ -85,13 +88,25 @@ class MetricsLog:
             from tensorboard.compat.proto.summary_pb2 import Summary
 
             known = [Summary.Value(tag=name, simple_value=n) for name, n in numbers.items() if math.isfinite(n)]
-            self._writer.add_event(Event(step=step, wall_time=now, summary=Summary(value=known)))
-            self._writer.flush()
+            event = Event(step=step, wall_time=now, summary=Summary(value=known))
+            with self._ending_without_room():
+                self._writer.add_event(event)
+                self._writer.flush()
 
     def close(self) -> None:
         self._file.close()
         if self._writer is not None:
-            self._writer.close()
+            with self._ending_without_room():
+                self._writer.close()
+
+    @contextmanager
+    def _ending_without_room(self) -> Iterator[None]:
+        """Write no more for TensorBoard once a disk refuses it: `metrics.jsonl` has all, and says if it cannot."""
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            say(f"TensorBoard gets no more metrics ({error.strerror or error}); the run goes on", error=True)
 
 
 def as_numbers(metrics: Metrics) -> dict[str, float]:
@@ -118,6 +133,17 @@ def _require_steps(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     for number, row in enumerate(rows, start=1):
         if not isinstance(step := row.get("step"), int) or step < 0:
             raise DamagedFileError(f"{path}, line {number}: its step is {step!r:.60}; remove that line to read on")
+
+
+def newest_step(run_dir: Path) -> int:
+    """Return the newest step of a run by the end of its metrics, 0 without one. Damaged lines are left out."""
+    try:
+        with open_checked(run_dir / FILE_NAME) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            steps = [_step_of(line) for line in file.read(TAIL_BYTES).splitlines()]
+    except OSError:
+        return 0
+    return max((step for step in steps if step is not None), default=0)
 
 
 def series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from roll_flash.monitor.metrics import NOT_FINITE, MetricsLog, read_metrics, series
+from roll_flash.monitor.metrics import NOT_FINITE, MetricsLog, newest_step, read_metrics, series
 
 
 def test_values_that_are_not_finite_become_counted_nulls(tmp_path: Path) -> None:
@@ -55,6 +55,28 @@ def test_a_damaged_line_is_set_aside_by_a_resume_and_said(tmp_path: Path, capsys
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 3]
     assert path.with_name("metrics.jsonl.bak").read_bytes().splitlines() == damaged
     assert capsys.readouterr().err == f"{path}: 4 damaged lines are now in metrics.jsonl.bak\n"
+
+
+def test_the_newest_step_is_read_in_spite_of_damaged_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert newest_step(tmp_path) == 0
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "rew{"step": 3}\n{"step": 4}\n{"st')
+    assert newest_step(tmp_path) == 4
+
+
+def test_events_of_tensorboard_that_cannot_be_written_end_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = MetricsLog(tmp_path, tensorboard=True)
+    log.log(1, {"reward": 0.1})
+    (events,) = tmp_path.rglob("events.out.tfevents.*")
+    events.unlink()
+    events.mkdir()  # no disk can be filled here
+    for step in (2, 3):
+        log.log(step, {"reward": 0.2})
+    log.close()
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+    assert capsys.readouterr().err == "TensorBoard gets no more metrics (Is a directory); the run goes on\n"
 
 
 def test_resuming_after_the_last_step_changes_nothing(tmp_path: Path) -> None:
