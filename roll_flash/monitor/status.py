@@ -47,6 +47,8 @@ class Writer:
     """Start of the process in seconds since the boot of its machine: another one may have the same number later."""
     boot: str = ""
     """Identifier of that boot."""
+    namespace: int = 0
+    """Its namespace of process numbers: a container may have the host name of its machine. 0: an older version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +106,13 @@ def new_status(name: str, total_steps: int) -> RunStatus:
     """Return the first status of a run of this process."""
     now_s = time.time()
     pid = os.getpid()
-    writer = Writer(host=socket.gethostname(), pid=pid, started_s=_started_s(psutil.Process(pid)), boot=_boot())
+    writer = Writer(
+        host=socket.gethostname(),
+        pid=pid,
+        started_s=_started_s(psutil.Process(pid)),
+        boot=_boot(),
+        namespace=_namespace(),
+    )
     return RunStatus(name=name, total_steps=total_steps, writer=writer, started_s=now_s, written_s=now_s)
 
 
@@ -132,14 +140,24 @@ def read_status(run_dir: Path) -> RunStatus:
         raise RunError(f"{path}: is damaged or of another version: {error!s:.200}") from None
     if status.is_over:
         return status
-    is_here = status.writer.host == socket.gethostname()
-    if is_here and not _is_alive(status.writer):
+    if _is_here(status.writer) and not _is_alive(status.writer):
         return replace(status, state="died")
     return replace(status, state="silent") if time.time() - status.written_s > SILENT_AFTER_S else status
 
 
 def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _is_here(writer: Writer) -> bool:
+    """True if this process would see that one: all of an earlier boot are gone."""
+    if writer.host != socket.gethostname():
+        return False
+    return writer.boot != _boot() or writer.namespace in (0, _namespace())
 
 
 def _started_s(process: psutil.Process) -> float:

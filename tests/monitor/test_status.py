@@ -75,6 +75,16 @@ def test_another_process_of_the_same_number_is_not_the_run(tmp_path: Path) -> No
     assert read_status(tmp_path).state == "died"
 
 
+def test_a_run_in_a_container_with_the_name_of_this_host_is_not_dead_because_it_is_not_seen(tmp_path: Path) -> None:
+    elsewhere = replace(dead_writer(), namespace=1)
+    status.write(tmp_path, replace(a_status(), writer=elsewhere))
+    assert read_status(tmp_path).state == "running"
+    status.write(tmp_path, replace(a_status(), writer=elsewhere, written_s=time.time() - 7530))
+    assert read_status(tmp_path).state == "silent"
+    status.write(tmp_path, replace(a_status(), writer=replace(elsewhere, boot="another")))
+    assert read_status(tmp_path).state == "died"
+
+
 def test_a_clock_that_is_set_makes_no_running_run_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status.write(tmp_path, a_status())
     boot_s, began_s = psutil.boot_time(), psutil.Process().create_time()
