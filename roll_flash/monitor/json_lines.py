@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -137,7 +138,13 @@ class AppendedFile:
         except OSError as error:
             raise RunError(f"{self.path}: cannot be written: {error.strerror}; free space on its disk") from error
         if written != len(data):
+            self._cut(written)
             raise RunError(f"{self.path}: {written} of {len(data)} bytes could be written; free space on its disk")
+
+    def _cut(self, num_bytes: int) -> None:
+        """Remove what a full disk took of an `append`: what follows would be unreadable behind it."""
+        with suppress(OSError):
+            os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - num_bytes)
 
     def sync(self) -> None:
         """Wait until the disk has all bytes, so that a loss of power loses none. Raises RunError if that fails."""

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.checked_files import decode, lines_of
+from roll_flash.errors import RunError
 from roll_flash.monitor.episode_files.steps import (
     compress_step,
     compressed,
@@ -51,6 +52,7 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: JsonLinesFile | None = None
+        self._failure: RunError | None = None
 
     def newest(self, step: int) -> int:
         """Return the checkpoint whose file a run that resumes at the checkpoint of `step` goes on with."""
@@ -59,6 +61,7 @@ class Journal:
     def begin(self, step: int) -> None:
         """Write what follows into the file of the checkpoint of `step`, or go on with it."""
         self.close()
+        self._failure = None
         path = self._folder / f"after_step_{step:06d}.jsonl"
         decompress_step(path)
         self._file = JsonLinesFile(path)
@@ -67,8 +70,16 @@ class Journal:
             sync(self._folder)
 
     def write(self, event: Event) -> None:
+        """Append an event. After one that could not be written, none is until `begin`: without those before them events
+        say nothing."""
         assert self._file is not None, "begin comes first"
-        self._file.write_line(with_checksum(encode(event).encode()))
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._file.write_line(with_checksum(encode(event).encode()))
+        except RunError as error:
+            self._failure = error
+            raise
 
     def sync(self) -> None:
         """Wait until the disk has all events."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,18 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
     path.write_text("{}\n[1]\n")
     with pytest.raises(ValueError, match=r"line 2: not a record .*got `array`"):
         list(read_lines(path))
+
+
+def test_what_a_full_disk_took_of_a_line_is_cut(tmp_path: Path) -> None:
+    file = JsonLinesFile(tmp_path / "a.jsonl")
+    file.write({"n": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
+    try:
+        with pytest.raises(RunError, match="bytes could be written; free space on its disk"):
+            file.write({"n": "2" * 100})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    file.write({"n": 3})
+    file.close()
+    assert [row["n"] for row in read_lines(tmp_path / "a.jsonl", dict[str, Any])] == [1, 3]

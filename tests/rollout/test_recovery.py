@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from roll_flash.cli.main import main
 from roll_flash.config.tree import Config, load_config
 from roll_flash.engines.learner import StepResult
 from roll_flash.envs.task_sources import open_tasks
-from roll_flash.errors import CheckpointError, LearnerError
+from roll_flash.errors import CheckpointError, LearnerError, RunError
 from roll_flash.monitor.episode_files import steps
 from roll_flash.monitor.episodes import EpisodesWriter, episode_record, read_episodes, trajectory_of
 from roll_flash.monitor.json_lines import encode, with_checksum
@@ -649,6 +650,23 @@ def test_a_journal_that_is_compressed_is_read_and_repaired_as_before(
     set_aside(tmp_path, 0)
     assert read_journal(tmp_path) == ([], None)
     assert (tmp_path / f"{packed[0]}.bak").exists()
+
+
+def test_a_journal_has_no_event_after_one_that_a_full_disk_did_not_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path)
+    journal.begin(0)
+    with monkeypatch.context() as full:
+        full.setattr("roll_flash.monitor.json_lines.AppendedFile.append", Mock(side_effect=RunError("no space")))
+        with pytest.raises(RunError, match="no space"):
+            journal.write({"event": "dropped", "group": "g1"})
+    with pytest.raises(RunError, match="no space"):
+        journal.write({"event": "dropped", "group": "g2"})
+    journal.begin(1)
+    journal.write({"event": "dropped", "group": "g3"})
+    journal.close()
+    assert [event.get("group") for event in read_journal(tmp_path)[0]] == [None, None, "g3"]
 
 
 def test_a_journal_file_that_is_cut_short_before_the_last_one_is_damaged(tmp_path: Path) -> None:
