@@ -239,9 +239,9 @@ def test_calls_on_which_the_checker_comes_to_no_verdict_are_wrong_and_no_failure
     """They fit into the sandbox once, and not twice; the right calls are checked as ever."""
     item = load_items("multi_turn_base")[0]
     fill = "[touch(file_name='x'), echo(content='a' * 16 * 10**7, file_name='x')]"
-    (_, *steps) = in_sandboxes(lambda pool: play(pool, fill, *["ok"] * len(item.question), index=0))[0]
+    (_, *steps) = in_sandboxes(lambda pool: play(pool, fill, *["ok"] * len(item.question), call_timeout_s=60.0))[0]
     _, reward, terminated, _, info = steps[-1]
-    assert "Error" not in str(steps[0][0])
+    assert "Error" not in str(steps[0][0]) and "given up" not in str(steps[0][0])
     assert (reward, terminated, info["success"]) == (0.0, True, False)
     assert info["bfcl_error"] == "multi_turn:checker_ended"
 
@@ -282,8 +282,8 @@ def test_calls_that_end_the_server_again_and_again_take_no_more_time_than_others
     used_s = slow_turn[4]["tools"]["cat"]["seconds"]
     assert used_s > 0.2
     ended = turn[4]["tools"]["cat"]["timeouts"] - str(turn[0]).count("was not run")
-    # Beside other work the first call may take twice as long as those that repeat it.
-    assert 0 < ended <= 2 * 16.0 / used_s, (ended, used_s)
+    # Beside other work the first call may take several times as long as those that repeat it.
+    assert 0 < ended <= min(59, 4 * 16.0 / used_s), (ended, used_s)
 
 
 @pytest.mark.docker
