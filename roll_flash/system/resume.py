@@ -19,12 +19,14 @@ from roll_flash.config.tree import Config
 from roll_flash.engines.learner import LearnerEngine, StepResult
 from roll_flash.envs.task_sources import open_tasks
 from roll_flash.errors import CheckpointError, ConfigError, LearnerError, LearnerLostError
+from roll_flash.learner.warm_start import FIRST_STEP_S
 from roll_flash.monitor.episodes import find_trajectories, next_group_number
 from roll_flash.rollout.recovery import RecordedStep, Recovery
 from roll_flash.run.journal import Damage, cut_at, read_journal, set_aside
 from roll_flash.run.run_dir import Checkpoint, RunDir, list_checkpoints
 from roll_flash.stream import finished_episode
 from roll_flash.types import FinishedEpisode, FinishedGroup, Task
+from roll_flash.watchdog.activity import doing
 
 Note = Callable[[str], None]
 COMPARED = {"loss": 1e-6, "grad_norm": 1e-6, "learning_rate": 0.0}
@@ -81,7 +83,8 @@ async def resume(
     """Load the checkpoint into the learner and repeat the journal. What cannot be repeated is said, and trained again
     from new episodes."""
     note(f"the learner loads the checkpoint of step {checkpoint.step}")
-    await learner.load(checkpoint.state)
+    with doing("the learner", "it loads the checkpoint", announced_s=config.usual_start_s):
+        await learner.load(checkpoint.state)
     recovery, trajectories = await asyncio.to_thread(_read, config, run_dir, checkpoint, note)
     try:
         await _repeat_all(config, learner, recovery.steps, trajectories, note)
@@ -173,9 +176,11 @@ async def _repeat_all(
         note(f"repeating steps {first} to {last} from the journal: they came after the newest checkpoint")
     limit_s = config.learner.step_timeout_s
     for step in steps:
+        then = f"it is given up after {limit_s:g} s (learner.step_timeout_s)"
         try:
-            async with asyncio.timeout(limit_s):
-                await _repeat(learner, step, trajectories, note)
+            with doing("the learner", "it repeats a step", may_take_s=FIRST_STEP_S, then=then):
+                async with asyncio.timeout(limit_s):
+                    await _repeat(learner, step, trajectories, note)
         except TimeoutError:
             raise LearnerError(f"step {step.version} took longer than {limit_s:g} s (learner.step_timeout_s)") from None
 

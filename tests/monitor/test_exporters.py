@@ -310,7 +310,7 @@ def test_a_port_in_use_is_said_and_the_run_goes_on(tmp_path: Path) -> None:
         exports = Exports.of(config_with(**monitor), tmp_path, notes.append)
         exports.log(1, 0.0, {"reward": 0.5})
         exports.close()
-    assert "Address already in use" in notes[0]
+    assert f"port {monitor['prometheus_port']}: Address already in use; set another monitor.prometheus_port" in notes[0]
     assert exports.metrics() == {"export/dropped_prometheus": 1.0}
 
 

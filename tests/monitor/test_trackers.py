@@ -16,6 +16,7 @@ import pytest
 from roll_flash.config.tree import load_config
 from roll_flash.monitor.exporters import export
 from roll_flash.monitor.exporters.export import Exports, check_exporters
+from roll_flash.monitor.exporters.systems import MlflowExporter
 from roll_flash.monitor.metrics import MetricsLog
 
 pytestmark = pytest.mark.adapters
@@ -202,6 +203,28 @@ def mlflow_run(folder: Path) -> Any:
 def points(folder: Path, name: str) -> list[tuple[int, float]]:
     client, run = mlflow_run(folder)
     return [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, name)]
+
+
+def test_mlflow_begins_one_run_however_often_its_server_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlflow
+
+    folder, log_batch, failures = tmp_path / "run", mlflow.MlflowClient.log_batch, iter([OSError("away")] * 2)
+    folder.mkdir()
+
+    def fail_twice(*arguments: Any, **options: Any) -> Any:
+        for error in failures:
+            raise error
+        return log_batch(*arguments, **options)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", fail_twice)
+    exporter = MlflowExporter(folder, config_with("mlflow"))
+    for _ in range(2):
+        with pytest.raises(OSError, match="away"):
+            exporter.open()
+    exporter.open()
+    exporter.close(None)
+    _, run = mlflow_run(folder)
+    assert run.data.params["name"] == "mine"
 
 
 def test_mlflow_keeps_a_run_offline_and_a_resumed_one_goes_on(tmp_path: Path) -> None:

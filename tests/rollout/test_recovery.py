@@ -55,6 +55,7 @@ from roll_flash.scheduling.group_queues import group_id_of
 from roll_flash.stream import LearnerLoader, TrajectoryStream, finished_episode
 from roll_flash.system.resume import Resumed, read_state, resume
 from roll_flash.types import EpisodeSpec, FinishedGroup, Task, Trajectory
+from roll_flash.watchdog.activity import Activities, watched
 
 STEPS = 8
 
@@ -769,6 +770,34 @@ def test_a_step_with_another_result_is_named(tmp_path: Path, name: str, value: f
         assert f"step 3 is repeated with another result: {difference}" in said
 
     asyncio.run(run())
+
+
+def test_the_watchdog_knows_what_a_run_that_goes_on_waits_for(tmp_path: Path) -> None:
+    """A rank that hung while it read the checkpoint stood still without a line."""
+    activities, seen = Activities(), []
+
+    class Looks(Learner):
+        async def load(self, folder: Path) -> None:
+            seen.extend(activities.lines())
+            await super().load(folder)
+
+        async def accumulate(self, groups: Sequence[FinishedGroup]) -> None:
+            seen.extend(activities.lines())
+            await super().accumulate(groups)
+
+    async def run() -> None:
+        config, _, _ = await killed(tmp_path, 14, at=4)
+        learner: Any = Looks(1.0)
+        with RunDir.create(config, resume=True) as run_dir, watched(activities):
+            checkpoint = run_dir.latest_checkpoint()
+            assert checkpoint is not None
+            await resume(config, run_dir, checkpoint, learner, lambda _: None)
+
+    asyncio.run(run())
+    assert list(dict.fromkeys(seen)) == [
+        "the learner: it loads the checkpoint since 0 s",
+        "the learner: it repeats a step since 0 s",
+    ]
 
 
 def test_events_before_the_copy_of_a_checkpoint_are_not_applied_to_it(tmp_path: Path) -> None:

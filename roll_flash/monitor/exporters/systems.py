@@ -86,6 +86,7 @@ class MlflowExporter:
         self._folder, self._config = run_folder, config
         self._client: Any = None
         self._run_id, self._step = "", 0
+        self._lacks_parameters = False
 
     def open(self) -> None:
         import mlflow
@@ -95,6 +96,9 @@ class MlflowExporter:
         uri = f"sqlite:///{(self._folder / 'mlflow.db').resolve()}" if offline else None
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         self._run_id = _run_id(self._folder / "mlflow.id", self._begin)
+        if self._lacks_parameters:  # after the id is on the disk: a server that fails here must not get a run per try
+            self._log_parameters()
+            self._lacks_parameters = False
         self._client.update_run(self._run_id, status="RUNNING")
 
     def log(self, step: int, time_s: float, values: Values) -> None:
@@ -109,17 +113,20 @@ class MlflowExporter:
         self._client.set_terminated(self._run_id, "FAILED" if summary is None else "FINISHED")
 
     def _begin(self) -> str:
-        """Create the run, and return its id. Its parameters stay when it is resumed: MLflow refuses others."""
-        from mlflow.entities import Param
-
+        """Create the run, and return its id."""
         project = self._config["monitor"]["export_project"]
         found = self._client.get_experiment_by_name(project)
         experiment = found.experiment_id if found else self._client.create_experiment(project)
-        run_id = str(self._client.create_run(experiment, run_name=self._config["name"]).info.run_id)
+        self._lacks_parameters = True
+        return str(self._client.create_run(experiment, run_name=self._config["name"]).info.run_id)
+
+    def _log_parameters(self) -> None:
+        """They stay when the run is resumed: MLflow refuses others."""
+        from mlflow.entities import Param
+
         parameters = [Param(key, str(value)) for key, value in leaves(self._config)]
         for first in range(0, len(parameters), PARAMETERS_AT_ONCE):
-            self._client.log_batch(run_id, params=parameters[first : first + PARAMETERS_AT_ONCE])
-        return run_id
+            self._client.log_batch(self._run_id, params=parameters[first : first + PARAMETERS_AT_ONCE])
 
 
 class PrometheusExporter:
@@ -133,7 +140,10 @@ class PrometheusExporter:
         from prometheus_client import CollectorRegistry, start_http_server
 
         self._registry = CollectorRegistry()
-        self._server, _ = start_http_server(self._port, LOOPBACK, self._registry)
+        try:
+            self._server, _ = start_http_server(self._port, LOOPBACK, self._registry)
+        except OSError as error:
+            raise OSError(f"port {self._port}: {error.strerror}; set another monitor.prometheus_port") from None
 
     def log(self, step: int, time_s: float, values: Values) -> None:
         from prometheus_client import Gauge
