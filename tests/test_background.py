@@ -105,7 +105,7 @@ def test_an_error_in_the_background_ends_a_start_at_once_and_in_order(monkeypatc
 
     monkeypatch.setattr(system, "_start_ray", start_ray)
     start = Mock(resume_at=None, sandboxes=())
-    start.config.distill, start.config.policies = None, {}
+    start.config.distill, start.config.policies, start.config.stages = None, {}, ()
     start.config.stall_timeout_s = start.config.learner.step_timeout_s = start.config.usual_start_s = 600.0
 
     async def run() -> None:
