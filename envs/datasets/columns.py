@@ -238,9 +238,8 @@ def _own_kwargs(env: EnvConfig, row: Mapping[str, Any], place: object) -> Mappin
         return {}
     if not isinstance(own, Mapping):
         raise ConfigError(f"{place}: {column!r} is {_shown(own)}, not a mapping of keyword arguments")
-    own = {
-        name: value for name, value in own.items() if value is not None
-    }  # files with columns fill in those of others
+    # Files with columns fill in the keys of other rows.
+    own = {name: value for name, value in own.items() if value is not None}
     if environment_of(env, row, place) != DATASET_ENV:
         return own
     if unknown := [name for name in own if name not in ROW_KWARGS]:

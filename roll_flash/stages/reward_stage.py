@@ -46,15 +46,15 @@ def check_stages(config: Config) -> None:
 async def check_judges(config: Config, note: Callable[[str], None]) -> None:
     """Ask each judge for one token; `note` is told before. Raises ConfigError or InferenceError."""
     for stage in config.stages:
-        judge = make_stage(stage)
-        if isinstance(judge, JudgeStage):
+        found = _bound(stage)
+        if inspect.isclass(found) and issubclass(found, JudgeStage):
+            judge: JudgeStage = _call(stage, found)
             note(f"asking the judge of stage {stage.name} for one token (usually 1-5 s, at most {CHECK_TIMEOUT_S:g} s)")
             try:
                 await judge.check()
-            except ConfigError as error:
-                raise ConfigError(f"stage {stage.name}: {error}") from None
-            except InferenceError as error:
-                raise InferenceError(f"stage {stage.name}: {error}") from None
+            except (ConfigError, InferenceError) as error:
+                kind = ConfigError if isinstance(error, ConfigError) else InferenceError
+                raise kind(f"stage {stage.name}: {error}") from None
 
 
 def make_stage(stage: StageConfig) -> RewardStage:

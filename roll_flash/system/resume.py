@@ -82,9 +82,13 @@ async def resume(
 ) -> Resumed:
     """Load the checkpoint into the learner and repeat the journal. What cannot be repeated is said, and trained again
     from new episodes."""
+
+    async def load() -> None:
+        with doing("the learner", "it loads the checkpoint", announced_s=config.usual_start_s):
+            await learner.load(checkpoint.state)
+
     note(f"the learner loads the checkpoint of step {checkpoint.step}")
-    with doing("the learner", "it loads the checkpoint", announced_s=config.usual_start_s):
-        await learner.load(checkpoint.state)
+    await load()
     recovery, trajectories = await asyncio.to_thread(_read, config, run_dir, checkpoint, note)
     try:
         await _repeat_all(config, learner, recovery.steps, trajectories, note)
@@ -93,7 +97,7 @@ async def resume(
     except LearnerError as error:
         note(f"steps after {checkpoint.step} cannot be repeated ({error}): they are trained from new episodes")
         await learner.abandon_step()
-        await learner.load(checkpoint.state)
+        await load()
         await asyncio.to_thread(set_aside, run_dir.journal, checkpoint.step)
         recovery = read_state(checkpoint)
     await asyncio.to_thread(run_dir.set_aside_after, recovery.version)

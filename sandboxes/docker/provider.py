@@ -23,10 +23,7 @@ from roll_flash.sandboxes.client.frames import Demultiplexer
 from roll_flash.sandboxes.docker.agent_volume import fill, filler_config, make_volume, volume_name
 from roll_flash.sandboxes.docker.api import EngineAddress, EngineApi
 from roll_flash.sandboxes.docker.container_config import container_config, volume_paths
-from roll_flash.sandboxes.docker.events import EngineEvents
-from roll_flash.sandboxes.docker.guard import IMAGE, Guard
-from roll_flash.sandboxes.docker.isolation import EngineIsolation
-from roll_flash.sandboxes.docker.passwd_file import (
+from roll_flash.sandboxes.docker.etc_files import (
     HOSTS,
     HOSTS_PATH,
     NOT_SEEN,
@@ -35,6 +32,9 @@ from roll_flash.sandboxes.docker.passwd_file import (
     read_users,
     with_user,
 )
+from roll_flash.sandboxes.docker.events import EngineEvents
+from roll_flash.sandboxes.docker.guard import IMAGE, Guard
+from roll_flash.sandboxes.docker.isolation import EngineIsolation
 from roll_flash.sandboxes.docker.reaper import list_entries, remove_container, remove_leaked, sweep
 from roll_flash.sandboxes.errors import (
     SandboxError,

@@ -20,7 +20,7 @@ from roll_flash.sandboxes.client.agent_program import AGENT, agent_program
 from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.client.connection import AgentConnection, StreamProtocol
 from roll_flash.sandboxes.docker.container_config import SHM_MB
-from roll_flash.sandboxes.docker.passwd_file import HOSTS, HOSTS_PATH
+from roll_flash.sandboxes.docker.etc_files import HOSTS, HOSTS_PATH
 from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError, SandboxUnavailable
 from roll_flash.sandboxes.local.cgroup import Cgroup, can_limit, make_cgroup, sweep_cgroups
 from roll_flash.sandboxes.owner import GROUP, LOCAL_USERS, new_user

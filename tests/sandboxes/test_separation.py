@@ -22,8 +22,8 @@ from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.conformance import run_checks
 from roll_flash.sandboxes.docker import provider as docker_provider
 from roll_flash.sandboxes.docker.container_config import volume_paths
+from roll_flash.sandboxes.docker.etc_files import with_user
 from roll_flash.sandboxes.docker.isolation import EngineIsolation
-from roll_flash.sandboxes.docker.passwd_file import with_user
 from roll_flash.sandboxes.local.provider import HostUser
 from roll_flash.sandboxes.owner import DOCKER_USERS, LOCAL_USERS, REMAPPED_USERS
 from roll_flash.sandboxes.providers import connect_provider
@@ -268,7 +268,7 @@ def test_a_forks_list_of_users_has_the_sandbox_once() -> None:
 def test_the_list_of_users_is_as_in_the_image_whatever_the_locale_of_this_machine_is() -> None:
     program = """
 import sys
-from roll_flash.sandboxes.docker.passwd_file import files_of_etc, with_user
+from roll_flash.sandboxes.docker.etc_files import files_of_etc, with_user
 with files_of_etc({"/etc/passwd": with_user("m\\u00fcller:x:1:1:\\udcff:/:\\n", 7, "/w")}) as files:
     sys.stdout.buffer.write(open(files["/etc/passwd"], "rb").read())
 """

@@ -1,6 +1,6 @@
-"""A user name for the sandbox's user id: whoami, git, ssh and node's os.userInfo() look it up in /etc/passwd.
+"""Files of /etc: a user name for the sandbox's user id, which whoami, git, ssh and node's os.userInfo() look up.
 
-The file is the image's /etc/passwd plus one line. It lies on this machine while a container starts and is mounted
+/etc/passwd is that of the image plus one line. It lies on this machine while a container starts and is mounted
 read-only; so containers of remote engines, or of engines with user namespaces, have no such name. The same holds for
 /etc/hosts, in which programs look up `localhost`: an engine writes none for a container without a network.
 """
