@@ -348,6 +348,16 @@ OURS = [
         lambda found: str(sum(row["faults"] for row in found["rows"])),
         "kill -9, SIGSTOP, full disk and others, by a seed",
     ),
+    Claim(
+        "what a fault every two minutes costs the quickstart",
+        "",
+        "fault_cost",
+        lambda found: (
+            f"{fmean(found['compared']['percent_longer']):.0f}% more time; mean reward "
+            + _range(found["compared"]["reward"], "+.3f", "")
+        ),
+        "SmolLM2-135M, three seeds with and without",
+    ),
 ]
 
 

@@ -35,6 +35,7 @@ from roll_flash.run.origin import require_own
 from roll_flash.run.run_dir import (
     find_model,
     find_run,
+    in_use,
     locked_run,
     make_own_folder,
     require_owned_by_user,
@@ -188,7 +189,7 @@ async def run_with_model(
         say(f"starting servers and workers ({plan.config.usual_start}); logs in {plan.folder}", error=True)
     for line in checked.fit.notes() if checked.fit else ():
         say(line, error=True)
-    with locked_run(plan.folder), first_failure() as failure:
+    with locked_run(plan.folder), in_use(Path(plan.model)), first_failure() as failure:
         watching = open_watchdog(
             plan.config.name,
             plan.folder / "logs",

@@ -31,7 +31,7 @@ from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.processes.background import background_task, first_failure
 from roll_flash.processes.interrupt import Interrupts
 from roll_flash.processes.ports import require_free_port
-from roll_flash.run.run_dir import find_model, make_own_folder
+from roll_flash.run.run_dir import find_model, in_use, make_own_folder
 
 if TYPE_CHECKING:
     from roll_flash.tinker.routes import TinkerRoutes
@@ -113,6 +113,7 @@ async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> 
         if request.endpoint is not None:
             backend = await _open_endpoint(request, stack, note)
         else:
+            stack.enter_context(in_use(Path(config.model.path)))
             backend, servers = await _open_servers(request, config, folder, stack, note)
         episodes = stack.enter_context(EpisodesWriter(folder))
         timeout_s = config.rollout.generate_timeout_s

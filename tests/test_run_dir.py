@@ -32,7 +32,9 @@ from roll_flash.run.run_dir import (
     find_checkpoint,
     find_exported,
     find_run,
+    in_use,
     list_checkpoints,
+    remove_checkpoints,
 )
 from roll_flash.system import system
 from roll_flash.system.resume import check_tasks, resume
@@ -547,6 +549,19 @@ def test_pruning_also_keeps_every_so_many_steps(tmp_path: Path) -> None:
             write_checkpoint(run, step)
         run.prune_checkpoints(keep=1, keep_every=10)
         assert [checkpoint.step for checkpoint in list_checkpoints(run.folder)] == [10, 20, 21]
+
+
+def test_a_checkpoint_that_serves_is_kept_until_the_next_time(tmp_path: Path) -> None:
+    with RunDir.create(config(tmp_path), resume=False) as run:
+        for step in (1, 2):
+            write_checkpoint(run, step)
+        with in_use(run.checkpoint_folder(1) / "hf"), in_use(tmp_path / "a model of the user"):
+            run.prune_checkpoints(keep=1)
+            assert [checkpoint.step for checkpoint in list_checkpoints(run.folder)] == [1, 2]
+    with in_use(run.checkpoint_folder(1) / "hf"), pytest.raises(ConfigError, match="step_1: an evaluation or a server"):
+        remove_checkpoints(run.folder, [1])
+    remove_checkpoints(run.folder, [1])
+    assert [checkpoint.step for checkpoint in list_checkpoints(run.folder)] == [2]
 
 
 def test_rewinding_sets_later_steps_aside_and_keeps_them(tmp_path: Path) -> None:

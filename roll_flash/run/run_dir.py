@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
+from roll_flash.checked_files import open_checked
 from roll_flash.config.tree import Config
 from roll_flash.errors import CheckpointError, ConfigError, RunError
 from roll_flash.monitor.episodes import DROPPED_FILE
@@ -192,9 +193,10 @@ class RunDir:
             shutil.rmtree(partial, ignore_errors=True)
 
     def prune_checkpoints(self, keep: int, keep_every: int = 0) -> None:
-        """Remove complete checkpoints but the newest `keep` and those of multiples of `keep_every` (0: none) steps."""
+        """Remove complete checkpoints but the newest `keep`, those of multiples of `keep_every` (0: none) steps, and
+        those that are `in_use`, until the next time."""
         for checkpoint in list_checkpoints(self.folder)[:-keep]:
-            if not keep_every or checkpoint.step % keep_every:
+            if (not keep_every or checkpoint.step % keep_every) and not _is_in_use(checkpoint):
                 _remove(checkpoint)
 
     def set_aside_after(self, step: int) -> None:
@@ -358,6 +360,29 @@ def _remove(checkpoint: Checkpoint) -> None:
     shutil.rmtree(checkpoint.folder.rename(partial))
 
 
+@contextmanager
+def in_use(model: Path) -> Iterator[None]:
+    """While the block uses a model folder that is the `hf` of a checkpoint, neither its run nor `checkpoints rm`
+    removes it: a server that dies reads it again. Other folders are left alone."""
+    try:
+        file = open_checked(model.parent / COMPLETE)
+    except OSError:
+        yield
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+def _is_in_use(checkpoint: Checkpoint) -> bool:
+    with (checkpoint.folder / COMPLETE).open("r+b") as file:  # NFS gives this lock only to who may write
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def newest_whole(run_folder: Path) -> Checkpoint | None:
     """Newest checkpoint without damage. Reads all of its files."""
     found = reversed(list_checkpoints(run_folder))
@@ -376,7 +401,7 @@ def locked_run(folder: Path) -> Iterator[None]:
 
 def remove_checkpoints(run_folder: Path, steps: Collection[int]) -> None:
     """Remove checkpoints of a run that does not run. Raises ConfigError, and removes none, if it runs, or for a step
-    without a checkpoint or with the newest whole one."""
+    without a checkpoint, with the newest whole one, or with one that is `in_use`."""
     with locked_run(run_folder):
         found = {checkpoint.step: checkpoint for checkpoint in list_checkpoints(run_folder)}
         if missing := [step for step in steps if step not in found]:
@@ -388,6 +413,8 @@ def remove_checkpoints(run_folder: Path, steps: Collection[int]) -> None:
                 f"{newest.folder}: is the newest whole checkpoint, from which --resume goes on; if you need nothing of "
                 "the run, remove its folder"
             )
+        if used := next((step for step in steps if _is_in_use(found[step])), None):
+            raise ConfigError(f"{found[used].folder}: an evaluation or a server uses it; wait until that has ended")
         for step in set(steps):
             _remove(found[step])
 
