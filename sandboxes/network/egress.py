@@ -29,7 +29,7 @@ HEAD_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 20.0
 """Maximum seconds to resolve a name and to connect."""
 EVICT_AFTER_S = 1.0
-LOOKUPS, LOOKUPS_OF_ONE = 8, 2
+LOOKUPS, LOOKUPS_OF_ONE = 64, 2
 """Maximum parallel name look-ups of this process, and of one sandbox: a slow name server must not block others."""
 MAX_WARNINGS = 16
 FIELD = re.compile(r"[!#-'*+.0-9A-Z^-z|~-]+:[^\r\n\0]*")
