@@ -17,7 +17,7 @@ from roll_flash.errors import ConfigError
 from roll_flash.evaluation.budget import Budget
 from roll_flash.monitor.episodes import Outcome, episode_line, episode_record, is_readable, transcript
 from roll_flash.monitor.json_lines import JsonLinesFile, encode, read_lines
-from roll_flash.run.run_dir import PRIVATE
+from roll_flash.run.run_dir import PRIVATE, require_no_links
 from roll_flash.types import EpisodeSpec
 
 EPISODES_FILE = "episodes.jsonl"
@@ -36,6 +36,7 @@ class Journal:
         self._budget = budget
         try:
             folder.mkdir(PRIVATE, parents=True, exist_ok=True)
+            require_no_links(folder)
             (folder / TRANSCRIPTS).mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{folder}: the results cannot be written there: {error.strerror}; give --out") from None

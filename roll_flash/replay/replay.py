@@ -33,7 +33,7 @@ from roll_flash.rollout.episodes.episode import EpisodeFailed, environment_error
 from roll_flash.rollout.episodes.prefix import Prefix, PrefixError, excerpt
 from roll_flash.rollout.rollout import training_sampling
 from roll_flash.run.origin import require_own
-from roll_flash.run.run_dir import find_run, require_owned_by_user
+from roll_flash.run.run_dir import find_run, require_no_links, require_owned_by_user
 from roll_flash.sandboxes import Sandbox, SandboxError
 from roll_flash.system.start_checks import check_sandboxes, require_isolation
 from roll_flash.terminal import say
@@ -175,6 +175,7 @@ def _model(request: ReplayRequest, run: Path, env: EnvConfig, turn: int) -> Eval
     name = re.sub(r"[^\w.@-]", "_", f"{request.episode}-t{turn}")
     folder = Path(request.out).expanduser() if request.out else run / REPLAYS / name
     require_owned_by_user(folder)
+    require_no_links(folder)
     return replace(plan, folder=folder)
 
 

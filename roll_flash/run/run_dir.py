@@ -290,12 +290,20 @@ def require_owned_by_user(folder: Path) -> None:
         )
 
 
+def require_no_links(folder: Path) -> None:
+    """Raises ConfigError for a link in a folder to write to, which may be somebody else's: we would write over what it
+    leads to."""
+    if link := next((path for path in folder.rglob("*") if path.is_symlink()), None):
+        raise ConfigError(f"{link}: is a link, which none of ours is; remove it")
+
+
 def make_own_folder(folder: Path, name: str) -> None:
     """Create a folder for model output if it does not exist; `name` is the option shown to the user.
 
-    Raises ConfigError if it belongs to another user or cannot be created.
+    Raises ConfigError if it belongs to another user, holds links, or cannot be created.
     """
     require_owned_by_user(folder)
+    require_no_links(folder)
     try:
         folder.mkdir(PRIVATE, parents=True, exist_ok=True)
         (folder / "logs").mkdir(exist_ok=True)

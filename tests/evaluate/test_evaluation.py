@@ -301,6 +301,19 @@ def test_a_damaged_folder_is_one_clear_error(tmp_path: Path, name: str, text: st
         run(ScriptedRunner(every_second_attempt), tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name", ["plan.json", "episodes.jsonl", "results.json.new", "report.html.new", "transcripts/seed_1000_attempt_0.md"]
+)
+def test_nothing_is_written_through_a_link_in_a_folder_of_somebody_else(tmp_path: Path, name: str) -> None:
+    folder, ours = tmp_path / "copied", tmp_path / "ours"
+    ours.write_text("{}")
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).symlink_to(ours)
+    with pytest.raises(ConfigError, match="is a link"):
+        run(ScriptedRunner(every_second_attempt), folder)
+    assert ours.read_text() == "{}"
+
+
 def test_results_and_transcripts_can_be_read_by_scripts_and_people(tmp_path: Path) -> None:
     def script(spec: EpisodeSpec) -> Any:
         return "env_timeout" if spec.episode_id == "test:1000:0" else True
