@@ -25,6 +25,8 @@ NETWORK_SETTINGS = {
     "net.ipv4.tcp_max_tw_buckets": MAX_CLOSED_CONNECTIONS,
     # Else the kernel keeps for an hour how slow each address was: with `reuse`, the next lease can read that.
     "net.ipv4.tcp_no_metrics_save": "1",
+    # Else it keeps, whatever that says, which addresses have no cookies for fast connections.
+    "net.ipv4.tcp_fastopen": "0",
 }
 INODES_PER_MB = 256
 """Files per MiB, as on a usual disk: each takes about 1 KiB of the sandbox's memory."""

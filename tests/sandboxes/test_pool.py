@@ -605,6 +605,37 @@ def test_a_network_does_not_remember_how_slow_its_addresses_were(docker: str) ->
     asyncio.run(measure())
 
 
+FAST_CONNECTIONS = """
+import socket
+FAST, SAVE_REQUESTS, SAVED_REQUEST = 0x20000000, 27, 28
+server = socket.socket()
+server.setsockopt(socket.IPPROTO_TCP, SAVE_REQUESTS, 1)
+server.bind(("0.0.0.0", 0))
+server.listen(8)
+for _ in range(2):
+    client = socket.socket()
+    try:
+        client.sendto(b"x", FAST, ("127.0.9.1", server.getsockname()[1]))
+        print(server.accept()[0].getsockopt(socket.IPPROTO_TCP, SAVED_REQUEST, 256).hex())
+    except OSError as error:
+        print(error.errno)
+"""
+ASKED_AGAIN = "fe04f989"
+"""The experimental option for cookies, which the kernel sends to an address that knew no other."""
+
+
+def test_a_network_does_not_remember_what_its_addresses_knew_of_fast_connections(docker: str) -> None:
+    """A bit for each address, in the same table."""
+
+    async def look() -> None:
+        async with SandboxPool(provider=docker, size=0) as pool, pool.lease() as sandbox:
+            told = await sandbox.exec(["python3", "-c", FAST_CONNECTIONS])
+            assert len(told.stdout_text.split()) == 2, told
+            assert ASKED_AGAIN not in told.stdout_text
+
+    asyncio.run(look())
+
+
 SENT_TO_ITSELF = """
 import socket
 kept = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
