@@ -110,6 +110,9 @@ static const struct { int level, option, seems_done; } refused_options[] = {
 
 enum { SET_DELEGATION = 1040 }; /* F_SETDELEG (Linux 6.19): a lease on a folder */
 enum { SCHED_CORE = 62 };       /* PR_SCHED_CORE: whoever has a cookie leaves the core's other thread idle for all others */
+/* PR_SET_VMA (Linux 5.17): a name for each mapping is memory of the kernel that no limit counts, 96 bytes for each of
+ * 65,530 mappings of a process */
+enum { NAMES_OF_MEMORY = 0x53564d41 };
 
 static struct sock_filter rules[MAX_RULES];
 static unsigned short rule_count;
@@ -289,6 +292,7 @@ void confine(void) {
     keep_agent_as_it_is();
     REFUSE_ALL(setting_priority, 0); /* of all but the agent: a failure would end programs that only want to be polite */
     refuse_with(SYS_prctl, 0, SCHED_CORE);
+    refuse_with(SYS_prctl, 0, NAMES_OF_MEMORY);
     refuse_with(SYS_fcntl, 1, F_SETLEASE); /* an open of a leased file blocks: the agent would block for 45 s */
     refuse_with(SYS_fcntl, 1, SET_DELEGATION);
     refuse_with(SYS_fcntl, 1, F_OFD_SETLK); /* members.c counts locks by their processes */

@@ -502,6 +502,7 @@ int main(int count, char **words) {
     if (!strcmp(what, "syncfs")) return told(syscall(SYS_syncfs, -1));
     if (!strcmp(what, "fsync")) return told(fsync(-1) | fdatasync(-1));
     if (!strcmp(what, "secret-memory")) return told(syscall(447, 0));
+    if (!strcmp(what, "memory-name")) return told(prctl(0x53564d41 /* PR_SET_VMA */, 0, mmap(NULL, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), 4096, "name"));
     if (!strcmp(what, "core-scheduling")) return told(prctl(62, 1, 0, 0, 0));
     if (!strcmp(what, "aio")) return told(syscall(SYS_io_setup, 1, &(aio_context_t){0}));
     if (!strcmp(what, "page-policy")) return told(page_policy());

@@ -197,6 +197,11 @@ def test_huge_pages_of_the_machine_are_refused(provider: str, kind: str) -> None
     assert attempt(provider, f"huge-{kind}").stdout == b"Operation not permitted\n"
 
 
+def test_names_of_memory_are_refused(provider: str) -> None:
+    """One for each mapping is memory of the kernel that no limit counts; a kernel without them has another error."""
+    assert attempt(provider, "memory-name").stdout == b"Operation not permitted\n"
+
+
 def test_nothing_of_the_machine_is_written_out_for_a_sandbox(provider: str) -> None:
     """It would write out all that the machine has not written yet, and no timeout ends a program that waits for that.
     For programs, which have nothing on a disk, it is done."""
