@@ -99,9 +99,7 @@ def container_config(
             "NetworkMode": "none" if network_container is None else f"container:{network_container}",
             "Dns": ["127.0.0.1"] if network_container is None else None,
             **_rights(spec),
-            "ReadonlyPaths": [
-                f"/proc/{name}" for name in (FILES_OF_PROC if number == "0" else FILES_CLOSED_TO_ALL).split()
-            ],
+            "ReadonlyPaths": _read_only(is_root=number == "0"),
             **_limits(spec),
             "Sysctls": NETWORK_SETTINGS if network_container is None else {},
             "ReadonlyRootfs": True,
@@ -109,6 +107,13 @@ def container_config(
             "Mounts": _mounts(agent_volume, files or {}),
         },
     }
+
+
+def _read_only(*, is_root: bool) -> list[str]:
+    """Return the paths of the engine's own that are read-only. With version 1 of control groups root owns the folder of
+    their figures too: it could hide or replace those of `stats`."""
+    names = FILES_OF_PROC if is_root else FILES_CLOSED_TO_ALL
+    return [*(f"/proc/{name}" for name in names.split()), *(["/sys/fs/cgroup"] if is_root else [])]
 
 
 def _rights(spec: SandboxSpec) -> dict[str, Any]:

@@ -164,6 +164,18 @@ def test_root_of_a_task_folder_writes_nothing_about_the_agent(docker: str) -> No
     assert b"Read-only" in result.stderr
 
 
+@pytest.mark.docker
+@pytest.mark.parametrize("writable_root", [True, False])
+def test_root_of_a_task_folder_cannot_hide_what_it_uses(docker: str, writable_root: bool) -> None:
+    async def hide(sandbox: Sandbox) -> None:
+        hidden = await sandbox.exec("chmod 0 /sys/fs/cgroup")
+        assert b"Read-only" in hidden.stderr
+        usage = await sandbox.stats()
+        assert None not in (usage.memory_bytes, usage.peak_memory_bytes, usage.cpu_s, usage.pids, usage.oom_kills)
+
+    within(docker, hide, SandboxSpec(writable_root=writable_root, user="0:0"))
+
+
 WHO = """
 import os, pwd
 me = pwd.getpwuid(os.getuid())
