@@ -26,7 +26,7 @@
 #define UP_TO_THREADS " %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %ld"
 #define AFTER_NAME " %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu"
 
-enum { STILL_US = 300000, MOST_UNLOCKS = 200, MOST_LOCKS = 10000, MOST_SOCKETS = 2000, MOST_TERMINALS = 256 };
+enum { STILL_US = 300000, MOST_UNLOCKS = 200, MOST_LOCKS = 10000, MOST_SOCKETS = 2000, MOST_TERMINALS = 256, MOST_KILLS = 10 };
 
 struct pids {
     pid_t *at;
@@ -327,9 +327,29 @@ static bool has_too_many_terminals(void) {
     return count > MOST_TERMINALS;
 }
 
+/* True if more than MOST_KILLS processes a second ran out of memory. The kernel writes a line for each into the log and
+ * on the console of the machine, and the engine tells all who listen: for 60 a second they took a fifth of a processor
+ * outside of the sandbox's limits. */
+static bool runs_out_of_memory_too_often(void) {
+    static long known;
+    static int64_t looked_us;
+    char line[256];
+    long count = known;
+    FILE *events = fopen("/sys/fs/cgroup/memory.events", "re");
+    if (!events) events = fopen("/sys/fs/cgroup/memory/memory.oom_control", "re"); /* version 1 of control groups */
+    while (events && fgets(line, sizeof line, events)) sscanf(line, "oom_kill %ld", &count);
+    if (events) fclose(events);
+    int64_t now = now_us();
+    bool too_often = (count - known) * 1000000 > MOST_KILLS * (now - looked_us);
+    known = count;
+    looked_us = now;
+    return too_often;
+}
+
 /* Kills everything but this process if it holds more locks on files, sockets or terminals than any program needs. They
  * are memory of the kernel that no limit counts: a processor makes 100 MB of locks in a second, each socket keeps 0.2 MB
- * of errors and time stamps that nobody fetches, and each terminal 50 KB. */
+ * of errors and time stamps that nobody fetches, and each terminal 50 KB. Also if it runs out of its own too often. */
 void members_limit_kernel_memory(void) {
-    if (has_too_many_locks() || has_too_many_sockets() || has_too_many_terminals()) kill(-1, SIGKILL);
+    bool too_often = runs_out_of_memory_too_often();
+    if (too_often || has_too_many_locks() || has_too_many_sockets() || has_too_many_terminals()) kill(-1, SIGKILL);
 }

@@ -169,6 +169,19 @@ static long fill_memory(void) {
     }
 }
 
+static long run_out_of_memory(int seconds) {  // again and again
+    time_t end = time(NULL) + seconds;
+    while (time(NULL) < end) {
+        pid_t child = fork();
+        if (child == 0) {
+            int score = open("/proc/self/oom_score_adj", O_WRONLY);
+            if (write(score, "1000", 4) == 4) fill_memory();
+        }
+        waitpid(child, NULL, 0);
+    }
+    return 0;
+}
+
 static long change_mark(void) {  // the limit that tells whose a process is
     struct rlimit mark;
     if (getrlimit(RLIMIT_LOCKS, &mark) < 0) return -1;
@@ -517,6 +530,7 @@ int main(int count, char **words) {
     if (!strcmp(what, "stop-all")) return told(stop_all());
     if (!strcmp(what, "forks")) return told(forks());
     if (!strcmp(what, "memory")) return told(fill_memory());
+    if (!strcmp(what, "memory-again")) return told(run_out_of_memory((int)number));
     if (!strcmp(what, "descriptors")) {
         int opened = 0;
         while (open("/dev/null", O_RDONLY) >= 0) opened++;

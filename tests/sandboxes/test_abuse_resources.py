@@ -95,6 +95,21 @@ def test_a_memory_bomb_is_killed_and_the_sandbox_lives(limited: str) -> None:
     within(limited, bomb, SandboxSpec(memory_mb=128))
 
 
+@pytest.mark.docker
+def test_memory_bombs_without_end_are_ended_with_what_starts_them(docker: str) -> None:
+    """For each the kernel writes into the machine's log, and the engine tells of it."""
+
+    async def bombs(sandbox: Sandbox) -> tuple[ExecResult, ExecResult, int | None]:
+        await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
+        endless = await sandbox.exec(["/tmp/attack", "memory-again", "30"], timeout=40)
+        return endless, await sandbox.exec("echo goes on"), (await sandbox.stats()).oom_kills
+
+    endless, after, kills = within(docker, bombs, SandboxSpec(memory_mb=64))
+    assert (endless.signal, after.stdout) == (9, b"goes on\n"), endless
+    assert kills is not None
+    assert kills < 1000
+
+
 @pytest.mark.parametrize("folder", ["/tmp", "/sandbox", "/dev/shm"])
 @pytest.mark.docker
 def test_filling_a_tmpfs_ends_at_its_size(docker: str, folder: str) -> None:
