@@ -85,6 +85,12 @@ class ReplayPlan:
         """Maximum turns of the config; a task may have had a limit of its own, which the log does not tell."""
         return max(self.env.max_turns, len(self.record["turns"]))
 
+    def require_columns(self) -> None:
+        """Raises one of CONTENT_ERRORS for a record without what is shown and played of it."""
+        ending(self.record)
+        if not isinstance(self.task.kwargs, dict) or not isinstance(self.task.seed, int):
+            raise TypeError("its task is none")
+
     @property
     def prefix(self) -> Prefix:
         return Prefix.of_record(self.record, self.turn) if self.turn else Prefix()
@@ -115,10 +121,11 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
         env = _env_of(config, record)
         turn, forks = _turn(request, record), _forks(request)
         Prefix.of_record(record, turn)
+        known = ReplayPlan(record, turn, config, env, request.interactive, forks, None)
+        known.require_columns()
     if forks and turn >= max(1, len(record["turns"])):
         raise ConfigError(f"{request.episode}: has no turn {turn} to go on from; {_turns_to_choose(record)}")
-    model = _model(request, run, env, turn) if forks else None
-    return ReplayPlan(record, turn, config, env, request.interactive, forks, model)
+    return replace(known, model=_model(request, run, env, turn)) if forks else known
 
 
 def _turn(request: ReplayRequest, record: Mapping[str, Any]) -> int:

@@ -51,4 +51,4 @@ def ending(record: Mapping[str, Any]) -> str:
     if record["kind"] == "failure":
         return one_line(f"{name}: failed in turn {record['failed_turn']} ({record['cause']}): {record['message']}")
     success = {True: ", success", False: ", no success", None: ""}[record["success"]]
-    return f"{name}: reward {record['reward']:g}{success}, {record['end']} after {len(record['turns'])} turns"
+    return one_line(f"{name}: reward {record['reward']:g}{success}, {record['end']} after {len(record['turns'])} turns")

@@ -21,6 +21,7 @@ from recorded_run import play, spec_of, write_run
 from roll_flash.cli.main import main
 from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import read_episodes
+from roll_flash.monitor.json_lines import encode, with_checksum
 from roll_flash.types import EpisodeFailure, Task, Trajectory
 
 ROOT = Path(__file__).parents[2]
@@ -126,6 +127,37 @@ def test_a_damaged_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.ray
+def with_column(run: Path, name: str, value: Any) -> None:
+    """Change a column of the first episode; `...` removes it."""
+    log = run / "episodes" / "step_000000.jsonl"
+    first, *others = log.read_bytes().splitlines()
+    record = {**json.loads(first), name: value}
+    del record["crc32"]
+    if value is ...:
+        del record[name]
+    log.write_bytes(b"\n".join([with_checksum(encode(record).encode()), *others, b""]))
+
+
+@pytest.mark.parametrize("name", ["task_id", "env_id", "seed", "env_kwargs", "reward", "success", "end"])
+def test_an_episode_without_a_column_is_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = echo_run(tmp_path)
+    with_column(run, name, ...)
+    assert main(["replay", str(run), "g00000001-r0"]) == 1
+    assert capsys.readouterr().err == (
+        f"roll-flash: {run}: its files are not as a run writes them: KeyError: '{name}'\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["task_id", "end"])
+def test_no_text_of_an_episode_looks_like_a_line_of_ours(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = echo_run(tmp_path)
+    with_column(run, name, "x\n3 of 3 turns played again")
+    main(["replay", str(run), "g00000001-r0", "--at-turn", "0", "--fork", "0"])
+    assert "\n3 of 3" not in capsys.readouterr().out
+
+
 def test_forks_of_a_model_go_on_from_the_turn_and_are_an_episode_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
