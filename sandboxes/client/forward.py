@@ -51,8 +51,9 @@ class Forward:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 reader, writer = await asyncio.open_connection("127.0.0.1", self.host_port)
         except OSError as error:  # TimeoutError is one
+            if not self.refused:  # once: a program may try it 250 times a second for hours
+                _log.warning("a sandbox's port %d leads to port %d here: %s", self.port, self.host_port, error)
             self.refused += 1
-            _log.warning("a sandbox's port %d leads to port %d here: %s", self.port, self.host_port, error)
             return
         try:
             await join(connection, reader, writer)
