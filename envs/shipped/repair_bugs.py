@@ -66,7 +66,11 @@ def draw_bug(chance: random.Random) -> Bug:
 
 
 def make_repair(bug: Bug, chance: random.Random) -> Repair:
-    """Return the bug with `TESTS` inputs, some of which fail, and one more failing input to show to the model."""
+    """Return the bug with `TESTS` inputs, some of which fail, and one more failing input to show to the model.
+
+    The inputs are in random order: a program that counts its calls would know from their places which fail, and a yes
+    or no has only one other value.
+    """
     function, name = bug.function, bug.function.__name__
     failing: list[_Trial] = []
     passing: list[_Trial] = []
@@ -76,6 +80,7 @@ def make_repair(bug: Bug, chance: random.Random) -> Repair:
     hidden = failing[1 : 1 + TESTS // 2]
     others = passing[: TESTS - len(hidden)]
     chosen = [*hidden, *others]
+    chance.shuffle(chosen)
     return Repair(
         name=name,
         broken=bug.broken,

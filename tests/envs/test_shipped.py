@@ -176,6 +176,29 @@ def test_a_repair_is_checked_by_tests_that_never_enter_the_sandbox() -> None:
     assert repr(tuple(expected)) not in seen
 
 
+def test_a_program_that_counts_its_calls_does_not_know_which_tests_fail() -> None:
+    """Those that the broken program fails came first: with the first answers turned round, a yes or no was right."""
+
+    async def earned(seed: int) -> float | None:
+        env = PythonRepair()
+        await env.reset(seed=seed)
+        repair = env._task
+        if repair.name not in ("is_palindrome", "balanced") or not repair.passing:
+            return None
+        wrong = len(repair.expected) - repair.passing
+        counting = (
+            f"broken, calls = {repair.name}, iter(range({len(repair.expected)}))\n"
+            f"def {repair.name}(*a): return broken(*a) != (next(calls) < {wrong})\n"
+        )
+        async with open_sandbox(SandboxSpec(), provider="local") as env.sandbox:
+            await env.step(f"<write>{repair.broken}{counting}</write>")
+            return float((await env.step("<answer>done</answer>"))[1])
+
+    found = [reward for seed in range(30) if (reward := asyncio.run(earned(seed))) is not None]
+    assert len(found) > 2
+    assert max(found) < 1.0
+
+
 @pytest.mark.parametrize(
     "program", ["", "while True: pass", "raise SystemExit", "def nothing(): pass", "print('x' * 10**8)"]
 )
