@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from roll_flash.chat.model_text import without_thinking
 from roll_flash.config.user_code import load_function
 from roll_flash.envs.base import Observation, StepResult
 from roll_flash.envs.datasets.answers import ANSWER_IN, AnswerIn, find_answer
@@ -150,7 +151,7 @@ class SandboxDatasetEnv(DatasetEnv, SandboxToolEnv):
             tests = read_tests(self._expected)
         except ValueError as error:
             raise EnvError(f"reward {IN_SANDBOX}: the row's {first_line(error)}") from None
-        code = python_code(self._completion)
+        code = python_code(without_thinking(self._completion))
         if is_empty(code):
             return 0.0
         all_s = self._time_for_tests()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from roll_flash.chat.judge import Judge, mark_of
+from roll_flash.chat.model_text import without_thinking
 from roll_flash.chat.openai_client import CHECK_TIMEOUT_S
 from roll_flash.config.sections.stages import StageConfig
 from roll_flash.config.tree import Config
@@ -93,7 +94,7 @@ def _call(stage: StageConfig, factory: Any) -> Any:
 
 
 class JudgeStage:
-    """LLM judge; scores from 0 to 1. `judged`: the model's last message, or everything after the task.
+    """LLM judge; scores from 0 to 1. `judged`: the model's last message without its thinking, or all after the task.
 
     `reference`: key of the episode's `info` that holds the right answer. The other arguments go to
     `roll_flash.chat.judge.Judge`: criteria, best, api_key_env, max_concurrent, attempts, timeout_s,
@@ -132,7 +133,7 @@ class JudgeStage:
         if self._reference is not None:
             # KeyError if missing: a task without its reference would be judged differently from the others.
             reference = str(trajectory.info[self._reference])
-        said = _text(answer[-1:] if self._judged == "answer" else answer)
+        said = without_thinking(_text(answer[-1:])) if self._judged == "answer" else _text(answer)
         return await self._judge.score(question=_text(question), answer=said, reference=reference)
 
 

@@ -1019,6 +1019,29 @@ def test_programs_are_tested_in_the_sandbox(program: str, tests: Any, earned: fl
     assert asyncio.run(episode()) == earned
 
 
+@pytest.mark.parametrize(
+    ("said", "earned"),
+    [
+        ("<think>```python\nprint(6)\n```", 0.0),
+        ("<think>Perhaps\n```python\nprint(6)\n```\n</think>I do not know.", 0.0),
+        ("<think>Twice, or</think>print(6)", 1.0),
+        ("<think>It must begin with ``` or</think>```python\nprint(6)\n```", 1.0),
+    ],
+)
+def test_a_program_in_thoughts_is_none(said: str, earned: float) -> None:
+    """In the `local` sandbox. Models that think write programs there that they then reject."""
+    tests = [{"input": "3", "output": "6"}]
+    env: Any = make_env("Dataset-v0", answer=tests, rewards=[{"function": "python_tests"}]).unwrapped
+
+    async def episode() -> float:
+        async with open_sandbox(SandboxSpec(), provider="local") as sandbox:
+            env.sandbox = sandbox
+            await env.reset(seed=0)
+            return float((await env.step(said))[1])
+
+    assert asyncio.run(episode()) == earned
+
+
 def test_a_program_whose_right_output_is_long_passes() -> None:
     """In the `local` sandbox. An output of which only head and tail are kept never equals what is wanted."""
     tests = [{"input": "40000", "output": "\n".join(map(str, range(40000)))}]

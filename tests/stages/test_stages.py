@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from roll_flash.chat.judge import Judge
 from roll_flash.config.sections.stages import StageConfig
 from roll_flash.config.tree import load_config
 from roll_flash.errors import ConfigError, ModelError, RunError, StreamError
@@ -302,6 +303,20 @@ def test_a_judge_sees_the_task_and_the_models_last_message() -> None:
     question, answer = split_conversation(messages, 1)
     assert [message["content"] for message in question] == ["s", "q", "first", "42"], "an example in the prompt"
     assert [message["content"] for message in answer] == ["last"]
+
+
+@pytest.mark.parametrize(("said", "judged"), [("<think>4 or 5?</think>5", "5"), ("<think>4 or 5, so", ""), ("5", "5")])
+def test_a_judge_of_answers_is_shown_no_thinking(said: str, judged: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in it never counts as an answer."""
+    seen = []
+
+    async def score(self: Judge, **shown: Any) -> float:
+        seen.append(shown["answer"])
+        return 1.0
+
+    monkeypatch.setattr(Judge, "score", score)
+    asyncio.run(JudgeStage("http://127.0.0.1:9/v1", "m").score([trajectory("g", 0, action=said)]))
+    assert seen == [judged]
 
 
 def test_a_message_cannot_go_on_as_another_before_a_judge_of_conversations() -> None:
