@@ -139,8 +139,8 @@ def _scored(dataset: Any, scorer: Any, entry: dict[str, Any], answer: str) -> tu
     """Return the score, an error caused by the answer, and an error caused by it only if the right answer has none."""
     try:
         check_answer(answer, scorer, str(entry["answer"] or ""))
-        if not _uses_given_numbers(answer, entry["metadata"]):
-            return 0.0, "the answer has other numbers than the question", ""
+        if entry["metadata"].get("source_dataset") == "puzzle24" and (wrong := _not_24(answer, entry["metadata"])):
+            return 0.0, wrong, ""
         score = float(dataset.score_answer(answer=answer, entry=entry))
         return (score, "", "") if 0.0 <= score <= 1.0 else (0.0, f"the score is {score:g}, not from 0 to 1", "")
     except UnsafeAnswerError as error:
@@ -151,9 +151,9 @@ def _scored(dataset: Any, scorer: Any, entry: dict[str, Any], answer: str) -> tu
         return 0.0, f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS], ""
 
 
-def _uses_given_numbers(answer: str, about: Mapping[str, Any]) -> bool:
-    """Return False for an answer to puzzle24 with other numbers than its question: the scorer does not compare them, so
-    that `1*2*3*4` solves every question."""
-    if about.get("source_dataset") != "puzzle24":
-        return True
-    return sorted(map(int, re.findall("[0-9]+", answer))) == sorted(about["numbers"])
+def _not_24(answer: str, about: Mapping[str, Any]) -> str:
+    """Return what is wrong with an answer to puzzle24 that its scorer does not see. It compares no numbers, so that
+    `1*2*3*4` solves every question, and leaves out what is behind the point, so that 49/2 is 24."""
+    if sorted(map(int, re.findall("[0-9]+", answer))) != sorted(about["numbers"]):
+        return "the answer has other numbers than the question"
+    return "" if importlib.import_module("sympy").parse_expr(answer) == 24 else "the result is not 24"

@@ -110,6 +110,20 @@ def test_a_way_to_24_with_other_numbers_than_the_question_has_earns_nothing() ->
 
 
 @pytest.mark.adapters
+def test_what_the_scorer_of_24_rounds_to_24_earns_nothing() -> None:
+    """It leaves out what is behind the point."""
+    env: Any = make_env("ReasoningGym-v0", dataset="puzzle24")
+    env.reset(seed=0)
+    env.unwrapped._entry["metadata"]["numbers"] = [7, 7, 2, 1]
+    for answer in ("7*7/2*1", "7*7/(2*1)", "(7 + 7 - 2)*1"):
+        reward, info = (result := env.step(f"<answer>{answer}</answer>"))[1], result[4]
+        assert (reward, info.get("score_error")) == (0.0, "the result is not 24"), answer
+    env.unwrapped._entry["metadata"]["numbers"] = [6, 4, 1, 1]
+    for answer in ("6*4*1/1", "6*4 + 1 - 1"):
+        assert env.step(f"<answer>{answer}</answer>")[1] == 1.0, answer
+
+
+@pytest.mark.adapters
 def test_a_wrong_data_set_or_option_of_reasoning_gym_is_one_line() -> None:
     for kwargs in ({"dataset": "no_such"}, {"config": {"no_such": 1}}, {"config": {"min_terms": 9, "max_terms": 2}}):
         with pytest.raises(ConfigError, match="ReasoningGym-v0: dataset"):
