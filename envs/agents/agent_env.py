@@ -220,8 +220,10 @@ class AgentEnv(SandboxEnv):
         reward, info = await self._check()
         info = {**info, **self._info, "success": info.get("success", reward >= 1.0 - 1e-9)}
         if self._partial is not None:
-            files = {f"{FOLDER}/output": self._output, f"{FOLDER}/answers.json": json.dumps(self._answers).encode()}
-            partial, _ = await self._partial(self.sandbox, self._check_variables, files)
+            named = {"AGENT_OUTPUT": f"{FOLDER}/output", "AGENT_ANSWERS": f"{FOLDER}/answers.json"}
+            contents = (self._output, json.dumps(self._answers).encode())
+            files = dict(zip(named.values(), contents, strict=True))
+            partial, _ = await self._partial(self.sandbox, {**self._check_variables, **named}, files)
             info |= {"check": reward, "partial": partial}
             reward = (1 - self._partial_weight) * reward + self._partial_weight * partial
         return reward, info
@@ -236,11 +238,9 @@ class AgentEnv(SandboxEnv):
 
     @property
     def _check_variables(self) -> dict[str, str]:
-        return {
-            "SEED": str(self._seed),
-            "AGENT_OUTPUT": f"{FOLDER}/output",
-            "AGENT_ANSWERS": f"{FOLDER}/answers.json",
-        }
+        """Those of each check. None of them names a file that is written for the partial credit only: before it, the
+        agent may have put its own there."""
+        return {"SEED": str(self._seed)}
 
     async def _set_task_up(self) -> str:
         if self._task is not None:

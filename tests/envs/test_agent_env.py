@@ -549,6 +549,13 @@ def test_the_partial_credit_of_the_shipped_configs_is_for_what_the_model_said_an
     assert info["partial"] == worth
 
 
+@pytest.mark.parametrize("name", ["AGENT_ANSWERS", "AGENT_OUTPUT"])
+def test_no_variable_of_a_check_names_what_only_a_partial_credit_is_given(name: str) -> None:
+    """The check found what the agent had put there."""
+    reward, info = run(python(ASK + FORGE, verifier=f'grep -q actions "${name}"', partial_credit=f'test -s "${name}"'))
+    assert (info["check"], info["partial"], reward) == (0.0, 1.0, 0.1)
+
+
 def test_a_set_up_that_fails_is_no_score() -> None:
     with pytest.raises(EnvError, match="set_up ended with exit status 3: no luck"):
         run(python(ASK, set_up="echo no luck; exit 3"))
