@@ -15,7 +15,7 @@ from roll_flash.inference.client import token_protocol
 from roll_flash.inference.client.http_connections import BadAnswerError
 from roll_flash.inference.client.partial_turn import PartialTurn
 from roll_flash.inference.client.token_protocol import Piece, event_splitter
-from roll_flash.types import SamplingParams
+from roll_flash.types import FinishReason, SamplingParams
 
 PROMPT = [9, 8, 7]
 
@@ -84,6 +84,29 @@ def test_a_turn_with_a_stop_string_ends_where_one_request_would_have_ended_it(be
     assert letters(generation.token_ids.tolist()) == expected
     assert (generation.finish_reason == "stop") == (stop in whole)
     assert generation.versions.tolist() == ([3] * len(before) + [4] * len(after))[: len(expected)]
+
+
+@pytest.mark.parametrize("ended", ["stop", "length"])
+def test_a_long_stop_string_of_an_agent_is_looked_for_in_few_steps(ended: FinishReason) -> None:
+    """Decoded tokens are counted: up to each end in turn, they were 6 million."""
+    decoded = 0
+
+    def decode(token_ids: list[int]) -> str:
+        nonlocal decoded
+        decoded += len(token_ids)
+        return letters(token_ids)
+
+    stop = "x" * 4095 + ("y" if ended == "stop" else "z")
+    turn = PartialTurn(PROMPT, SamplingParams(max_new_tokens=9000, stop=(stop,)), 9000, "r", None, decode)
+    turn.request()
+    turn.take(Piece([ord("x")] * 4000, [-0.5] * 4000, [(3, 0, 4000)], "abort"))
+    assert turn.finish() == 4000
+    turn.request()
+    turn.take(Piece([*[ord("x")] * 2000, ord("y"), *[ord("w")] * 2999], [-0.5] * 5000, [(4, 0, 5000)], "length"))
+    turn.finish()
+    generation = turn.generation("server")
+    assert (generation.finish_reason, len(generation.token_ids)) == (ended, 6001 if ended == "stop" else 9000)
+    assert decoded < 200_000
 
 
 def test_without_a_tokenizer_a_turn_with_stop_strings_begins_again() -> None:

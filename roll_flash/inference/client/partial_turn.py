@@ -12,8 +12,10 @@ and the turn is cut after it; without a function to decode tokens, a turn with s
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -224,17 +226,24 @@ class PartialTurn:
         self._keep_experts()
 
     def _cut_at_stop(self) -> None:
-        """Cut the turn after the first stop string that began in an earlier request. A token has at least one byte."""
-        assert self._decode is not None
+        """Cut the turn after the first stop string that began in an earlier request. A token has at least one byte.
+
+        The end is found by halves, as what has a stop string has it with more tokens too: to decode up to each end in
+        turn, with an agent's stop string of 4 KiB, would hold up all episodes of a worker for seconds.
+        """
         longest = max(len(stop.encode()) for stop in self._sampling.stop)
         for request_start in self._request_starts:
             first, last = max(0, request_start - longest), min(request_start + longest, len(self._token_ids))
-            for end in range(request_start + 1, last + 1):
-                text = self._decode(self._token_ids[first:end])
-                if any(stop in text for stop in self._sampling.stop):
-                    self._truncate(end)
-                    self.finish_reason = "stop"
-                    return
+            if request_start < last and self._has_stop(first, last):
+                ends = range(request_start + 1, last)
+                self._truncate(request_start + 1 + bisect_left(ends, True, key=partial(self._has_stop, first)))
+                self.finish_reason = "stop"
+                return
+
+    def _has_stop(self, first: int, end: int) -> bool:
+        assert self._decode is not None
+        text = self._decode(self._token_ids[first:end])
+        return any(stop in text for stop in self._sampling.stop)
 
     def _truncate(self, length: int) -> None:
         del self._token_ids[length:], self._logprobs[length:], self._versions[length:]
