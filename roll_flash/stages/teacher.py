@@ -90,7 +90,9 @@ class Teacher:
 
     async def _of_sample(self, sample: Trajectory | Branch, trajectory: Trajectory) -> NDArray[np.float32]:
         """Return log pi_teacher - log mu of the policy tokens, within +-MAX_TEACHER_LOG_RATIO; 0 for a token without a
-        log-probability from the sampler. Raises TooLongError; RunError without a hint; InferenceError."""
+        log-probability from the sampler, and for those behind the teacher's context: without its sample, a model that
+        writes until its context is full would lose no reward. Raises TooLongError if that has none of the tokens;
+        RunError without a hint; InferenceError."""
         sampled = np.flatnonzero(sample.policy_mask)
         if not sampled.size or sampled[0] == 0:  # the learner drops it, with its reason
             return np.zeros(sampled.size, np.float32)
@@ -100,12 +102,15 @@ class Teacher:
             room = most or len(token_ids) + hint.max_tokens
             shown = partial(hinted_tokens, sample, trajectory, hint, self._tokenizer, room)
             token_ids, moved = await call_in_thread(shown)
-        del token_ids[sampled[-1] + 1 + moved :]
-        if most is not None and len(token_ids) >= most:  # it must have room to sample a token
-            raise TooLongError(f"{len(token_ids)} tokens, and one more, do not fit into the teacher's {most}")
-        teacher = (await self._ask(token_ids))[sampled + moved - 1].astype(np.float64)
-        own = sample.logprobs[sampled]
-        ratios = np.where(own > NO_LOGPROB, teacher - own, 0.0)
+        length = int(sampled[-1]) + 1 + moved
+        seen = length if most is None else min(length, most - 1)  # it must have room to sample a token
+        known = int(np.searchsorted(sampled, seen - moved))
+        if not known:
+            raise TooLongError(f"the first sampled token, and one more, do not fit into the teacher's {most}")
+        teacher = (await self._ask(token_ids[:seen]))[sampled[:known] + moved - 1].astype(np.float64)
+        own = sample.logprobs[sampled[:known]]
+        ratios = np.zeros(sampled.size)
+        ratios[:known] = np.where(own > NO_LOGPROB, teacher - own, 0.0)
         return np.clip(ratios, -MAX_TEACHER_LOG_RATIO, MAX_TEACHER_LOG_RATIO).astype(np.float32)
 
     async def _ask(self, token_ids: list[int]) -> NDArray[np.float32]:

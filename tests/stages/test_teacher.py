@@ -203,29 +203,33 @@ def test_a_teacher_that_fails_all_the_time_ends_the_run_with_one_line(tmp_path: 
         run(lambda _: {"choices": [{}]}, [group("g")], tmp_path, max_failures_in_a_row=2, workers=1)
 
 
-@pytest.mark.parametrize("knows", [True, False])
-def test_what_does_not_fit_the_teachers_context_is_dropped_at_once_with_its_own_reason(
-    tmp_path: Path, knows: bool
-) -> None:
-    """By the length that the server tells, or by its refusal."""
-    tokenizer = load_tokenizer(resolve_model("tiny"))
+def longer_by_one() -> Group:
+    """A group of samples of three tokens, and one of four."""
+    long = replace(trajectory("g", 3), token_ids=np.array([7, 5, 8, 9], np.int32), policy_mask=np.arange(4) > 1)
+    long = replace(long, logprobs=np.zeros(4, np.float32), versions=np.array([-1, -1, 0, 0], np.int32))
+    return replace(group("g"), trajectories=(*group("g").trajectories, long))
+
+
+def test_what_a_teacher_refuses_as_too_long_is_dropped_at_once_with_its_own_reason(tmp_path: Path) -> None:
     refusal = web.Response(
         status=400, text='{"error": {"message": "This model\'s maximum context length is 4 tokens."}}'
     )
-    long = replace(trajectory("g", 3), token_ids=np.array([7, 5, 8, 9], np.int32), policy_mask=np.arange(4) > 1)
-    long = replace(long, logprobs=np.zeros(4, np.float32), versions=np.array([-1, -1, 0, 0], np.int32))
-    one = replace(group("g"), trajectories=(*group("g").trajectories, long))
     found, books, asked = run(
-        lambda token_ids: refusal if len(token_ids) > 3 else honest(token_ids),
-        [one],
-        tmp_path,
-        tokenizer=tokenizer if knows else None,
-        longest=4,
-        retries=3,
+        lambda token_ids: refusal if len(token_ids) > 3 else honest(token_ids), [longer_by_one()], tmp_path, retries=3
     )
     assert sorted(found) == ["g-0", "g-1", "g-2"]
     assert (books["dropped_teacher_too_long"], books["balanced"]) == (1, 1)
-    assert [len(prompt) for prompt in asked.prompts].count(4) == (0 if knows else 1)
+    assert [len(prompt) for prompt in asked.prompts].count(4) == 1
+
+
+def test_a_sample_that_fills_the_teachers_context_keeps_its_reward(tmp_path: Path) -> None:
+    """It was dropped: a model lost no reward by writing until its context was full."""
+    tokenizer = load_tokenizer(resolve_model("tiny"))
+    found, books, asked = run(honest, [longer_by_one()], tmp_path, tokenizer=tokenizer, longest=4)
+    assert (found["g-3"].reward, books["balanced"]) == (1.0, 1)
+    assert found["g-3"].teacher_log_ratios is not None
+    assert found["g-3"].teacher_log_ratios.tolist() == pytest.approx([logprob_of(8), 0.0], abs=1e-6)
+    assert sorted(asked.prompts) == [[7, 5, 8], *[[7, 8, 9]] * 3], "it needs room to sample a token"
 
 
 # The tokenizer
