@@ -7,18 +7,23 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from roll_flash.chat.templates import Conversation
 from roll_flash.chat.tokenizer import load_tokenizer
 from roll_flash.errors import ModelError
 from roll_flash.gateway.apis.prompt_text import PromptText
 from roll_flash.gateway.model_call import ModelCall
+from roll_flash.models import gguf
 from roll_flash.models.folder import check_chat_template, check_model_folder
 from roll_flash.models.prepare import _one_at_a_time, resolve_model
 from roll_flash.models.tiny import CHAT_TEMPLATE, vocabulary, write_tokenizer
@@ -293,6 +298,46 @@ class TestAGgufFile:
         assert len(str(caught.value).splitlines()) == 1
         assert not list((tmp_path / "cache" / "models").iterdir()), "no lock and nothing unfinished is left"
 
+    @pytest.mark.parametrize(
+        ("more", "says"),
+        [
+            (
+                {"values": {"llama.rope.scaling.type": "linear"}},
+                r"does not read the scaling of RoPE \(linear\) of a GGUF",
+            ),
+            ({"tensors": {"rope_freqs": [1.0] * 4 + [32.0] * 4}}, r"the scaling of RoPE \(rope_freqs.weight\)"),
+            ({"values": {"llama.attention.sliding_window": 64}}, "the sliding window of 64 tokens"),
+            ({"tensors": {"blk.0.attn_q.bias": [0.5] * 32}}, r"the biases \(blk.0.attn_q.bias\)"),
+            (
+                {"tensors": {"blk.0.ffn_up": None}},
+                "1 tensors of LlamaForCausalLM are not in its files, such as model.layers.0.mlp.up_proj.weight",
+            ),
+        ],
+    )
+    def test_of_which_transformers_would_make_another_model_is_refused(
+        self, tmp_path: Path, more: dict[str, Any], says: str
+    ) -> None:
+        """Llama 3's and gemma3's scaled positions were left out, and experts of Mixtral's had random weights."""
+        with pytest.raises(ModelError, match=says) as caught:
+            resolve_model(write_gguf(tmp_path / "mine" / "mine-F32.gguf", **more))
+        assert len(str(caught.value).splitlines()) == 1
+
+    def test_that_says_what_transformers_reads_or_leaves_as_it_is_is_converted(self, tmp_path: Path) -> None:
+        values = {"rope.dimension_count": 16, "rope.freq_base": 5e5, "rope.scaling.type": "none"}
+        values |= {"attention.sliding_window": 1 << 18}
+        named = {f"llama.{name}": value for name, value in values.items()}
+        file = write_gguf(tmp_path / "a" / "a.gguf", values=named, tensors={"rope_freqs": [1.0] * 8})
+        config = json.loads((resolve_model(file) / "config.json").read_text())
+        assert config["rope_parameters"]["rope_theta"] == 5e5
+
+    def test_whose_base_of_rope_is_not_read_is_refused(self) -> None:
+        """starcoder2's is not, which is 100,000 or more."""
+        rotary = SimpleNamespace(inv_freq=10_000.0 ** -(torch.arange(0, 64, 2) / 64))
+        assert gguf.lost_rope(rotary, 64, 10_000.0) is None
+        assert gguf.lost_rope(rotary, 64, None) is None
+        assert gguf.lost_rope(rotary, 64, 1e5) == "the RoPE of 64 dimensions with base 100000.0"
+        assert gguf.lost_rope(rotary, 32, 10_000.0) is not None
+
     def test_beside_others_must_be_named(self, tmp_path: Path) -> None:
         for name in ("a-Q4.gguf", "a-Q8.gguf"):
             (tmp_path / name).touch()
@@ -320,16 +365,19 @@ def test_one_at_a_time_prepares_a_model_and_no_lock_is_left(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
-def write_gguf(file: Path, seed: int = 0) -> Path:
-    """Write a Llama of random weights with a token for each byte, as llama.cpp does."""
-    import gguf
+def write_gguf(
+    file: Path, seed: int = 0, *, values: Mapping[str, Any] | None = None, tensors: Mapping[str, Any] | None = None
+) -> Path:
+    """Write a Llama of random weights with a token for each byte, as llama.cpp does. `values` and `tensors` are written
+    too; a tensor that is None is left out."""
     import numpy as np
+    from gguf import GGUFWriter
     from tokenizers.pre_tokenizers import ByteLevel
 
     file.parent.mkdir(exist_ok=True)
     size, hidden, inner, vocabulary = 261, 32, 64, sorted(ByteLevel.alphabet())
     vocabulary += ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|unk|>", "11"]
-    writer = gguf.GGUFWriter(file, "llama")
+    writer = GGUFWriter(file, "llama")
     writer.add_name("mine")
     for key, value in {"context_length": 256, "embedding_length": hidden, "feed_forward_length": inner}.items():
         getattr(writer, f"add_{key}")(value)
@@ -346,6 +394,9 @@ def write_gguf(file: Path, seed: int = 0) -> Path:
     writer.add_eos_token_id(257)
     writer.add_unk_token_id(259)
     writer.add_chat_template(CHAT_TEMPLATE)
+    add: dict[type, Any] = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+    for key, value in (values or {}).items():
+        add[type(value)](key, value)
     shapes = {"token_embd": (size, hidden), "output_norm": (hidden,), "output": (size, hidden)}
     block = {f"attn_{name}": (hidden, hidden) for name in ("q", "k", "v", "output")}
     block |= {"attn_norm": (hidden,), "ffn_norm": (hidden,), "ffn_down": (hidden, inner)}
@@ -354,8 +405,11 @@ def write_gguf(file: Path, seed: int = 0) -> Path:
         for name, shape in {**block, "ffn_up": (inner, hidden), "ffn_gate": (inner, hidden)}.items()
     }
     numbers = np.random.default_rng(seed)
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", numbers.standard_normal(shape, np.float32))
+    whole: dict[str, Any] = {name: numbers.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    for name, found in (whole | dict(tensors or {})).items():
+        if found is not None:
+            end = "" if name.endswith(".bias") else ".weight"
+            writer.add_tensor(f"{name}{end}", np.asarray(found, np.float32))
     for write in (
         writer.write_header_to_file,
         writer.write_kv_data_to_file,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_flash.errors import ModelError, first_line
-from roll_flash.models.folder import read_object
+from roll_flash.models.folder import read_object, require_all_tensors
 from roll_flash.models.hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 if TYPE_CHECKING:
@@ -79,7 +79,9 @@ def write_merged(folder: Path, base: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     scale, factors = scale_of(read_object(folder / ADAPTER_CONFIG)), _factors(folder)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto", output_loading_info=True)
+    model = loaded[0]
+    require_all_tensors(base, model, loaded[1]["missing_keys"])
     for name, (down, up) in factors.items():
         _add(folder, base, model, name, scale * up.float() @ down.float())
     model.save_pretrained(target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Iterable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path, PurePath
@@ -42,6 +43,16 @@ def _check(folder: Path) -> None:
         raise ModelError(
             f"{folder}: its tokenizer has token ids up to {largest}, but the model's vocabulary has {vocabulary} "
             "tokens; copy the tokenizer of this model into its folder"
+        )
+
+
+def require_all_tensors(source: Path, model: object, missing: Iterable[str]) -> None:
+    """Raises ModelError if tensors of a model are `missing` in what transformers has loaded it from: it gives them
+    random values."""
+    if names := sorted(missing):
+        raise ModelError(
+            f"{source}: {len(names)} tensors of {type(model).__name__} are not in its files, such as {names[0]}; "
+            "copy the folder again, or look at config.json"
         )
 
 

@@ -53,7 +53,7 @@ def resolve_model(path_or_name: str | Path, revision: str | None = None) -> Path
 def _ready(path: Path) -> Path:
     """Return the folder to load for a path of the user's."""
     if source := gguf.gguf_file(path):
-        kind = f"gguf-{source.stem}-{_digest([source])}"
+        kind = f"gguf-{source.stem}-{_digest([source], gguf.FORM)}"
         return _prepare(kind, lambda folder: gguf.write_dense(source, folder), f"converting {source}")
     if not path.is_dir():
         known = ", ".join(RECIPES)

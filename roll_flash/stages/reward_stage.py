@@ -200,9 +200,17 @@ class RewardModelStage:
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(self._path)
-            self._model: Any = AutoModelForSequenceClassification.from_pretrained(self._path, dtype=torch.float32)
+            loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+                self._path, dtype=torch.float32, output_loading_info=True
+            )
         except (OSError, ValueError) as error:
             raise ModelError(f"{self._path}: not a sequence-classification model: {error}") from None
+        self._model: Any = loaded[0]
+        if missing := sorted(loaded[1]["missing_keys"]):  # random values, which would be random rewards
+            raise ModelError(
+                f"{self._path}: not a sequence-classification model: {len(missing)} of its tensors are not in its "
+                f"files, such as {missing[0]}"
+            )
         labels = self._model.config.num_labels
         if not 0 <= self._label < labels:
             raise ModelError(f"{self._path}: label {self._label} of a model with {labels} outputs")

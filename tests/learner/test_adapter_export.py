@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,18 @@ def test_an_adapter_of_another_model_is_refused(adapter: Path) -> None:
         resolve_model(adapter)
     save_file({**tensors, "base_model.model.lm_head.weight": torch.zeros(1)}, file)
     with pytest.raises(ModelError, match=r"holds base_model.model.lm_head.weight, which is no pair of factors"):
+        resolve_model(adapter)
+
+
+def test_an_adapter_of_a_model_that_lacks_tensors_is_refused(adapter: Path, tmp_path: Path) -> None:
+    """Their random values would be written into the sum, where nobody could tell them from others."""
+    base = shutil.copytree(resolve_model("tiny"), tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}))
+    with pytest.raises(ModelError, match=r"1 tensors of .* are not in its files, such as model.layers.1.mlp.up_proj"):
         resolve_model(adapter)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from roll_flash.config.tree import load_config
-from roll_flash.errors import ConfigError, InferenceError
+from roll_flash.errors import ConfigError, InferenceError, ModelError
 from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.json_lines import read_lines
@@ -112,6 +112,15 @@ def test_no_message_ends_itself_before_a_reward_model(reward_model: Path) -> Non
         "turn": None,
     }
     assert "<|im_end|>" not in str(stage._without_special_tokens(calls))
+
+
+def test_a_model_without_a_head_for_rewards_is_refused() -> None:
+    """transformers gives it a random one, and the rewards were random."""
+    folder = resolve_model("tiny")
+    with pytest.raises(
+        ModelError, match=r"not a sequence-classification model: 1 of its tensors .*, such as score.wei"
+    ):
+        asyncio.run(RewardModelStage(str(folder)).start())
 
 
 def test_no_line_of_a_message_passes_for_another_before_a_reward_model_without_a_template(reward_model: Path) -> None:

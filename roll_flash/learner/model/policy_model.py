@@ -21,6 +21,7 @@ from roll_flash.learner.model.token_logprobs import token_logprobs
 from roll_flash.learner.model.weight_files import WeightFiles, compute_buffers, one_at_a_time
 from roll_flash.learner.packing import tree_attention
 from roll_flash.learner.packing.rows import PackedRow
+from roll_flash.models.folder import require_all_tensors
 from roll_flash.models.routing import Routing
 from roll_flash.models.shape import decoder_layers
 
@@ -265,11 +266,7 @@ def _transformers_model(folder: Path, *, on_meta: bool = False) -> PreTrainedMod
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"{folder}: transformers cannot load this model: {first_line(error)}") from error
     model: PreTrainedModel = found[0]
-    if missing := sorted(found[1]["missing_keys"]):  # transformers gives them random values
-        raise ModelError(
-            f"{folder}: {len(missing)} tensors of {type(model).__name__} are not in its files, such as {missing[0]}; "
-            "copy the folder again, or look at config.json"
-        )
+    require_all_tensors(folder, model, found[1]["missing_keys"])
     if not decoder_layers(model) or model.get_output_embeddings() is None:
         raise ModelError(f"{folder}: {type(model).__name__} is not a decoder-only language model with an output head")
     return model
