@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,16 +69,16 @@ def make_repair(bug: Bug, chance: random.Random) -> Repair:
     """Return the bug with `TESTS` inputs, some of which fail, and one more failing input to show to the model.
 
     The inputs are in random order: a program that counts its calls would know from their places which fail, and a yes
-    or no has only one other value.
+    or no has only one other value. Their results differ: else a program that always returns the same would be right.
     """
     function, name = bug.function, bug.function.__name__
     failing: list[_Trial] = []
     passing: list[_Trial] = []
-    while len(failing) < 2 or len(failing) + len(passing) < TESTS + 1:
+    while len(failing) < 2 or len(failing) + len(passing) < TESTS + 1 or _same([*failing[1:], *passing]):
         trial = _try(function, _function(bug.broken, name), chance)
         (failing if trial.wrong != trial.right else passing).append(trial)
-    hidden = failing[1 : 1 + TESTS // 2]
-    others = passing[: TESTS - len(hidden)]
+    hidden = _varied(failing[1:])[: TESTS // 2]
+    others = _varied(passing)[: TESTS - len(hidden)]
     chosen = [*hidden, *others]
     chance.shuffle(chosen)
     return Repair(
@@ -97,6 +97,17 @@ class _Trial:
     arguments: tuple[Any, ...]
     right: str
     wrong: str
+
+
+def _same(trials: Sequence[_Trial]) -> bool:
+    """Return True if all have the same right result."""
+    return len({trial.right for trial in trials}) < 2
+
+
+def _varied(trials: Sequence[_Trial]) -> list[_Trial]:
+    """Return them in another order: those first whose right result came less often before them."""
+    before = [sum(each.right == trial.right for each in trials[:place]) for place, trial in enumerate(trials)]
+    return [trials[place] for place in sorted(range(len(trials)), key=before.__getitem__)]
 
 
 def _try(function: Callable[..., Any], broken: Callable[..., Any], chance: random.Random) -> _Trial:

@@ -144,10 +144,11 @@ def test_every_program_has_bugs_that_end_and_can_be_seen() -> None:
     for function, draw in DRAWERS.items():
         assert len(broken_versions(function)) >= 2, function.__name__
         assert not any(outcome(function, draw(chance)).startswith("raises") for _ in range(20))
-    for seed in range(40):
+    for seed in range(400):
         repair = make_repair(draw_bug(random.Random(seed)), chance)
         assert 0 < len(repair.arguments) - repair.passing <= len(repair.expected) == len(repair.arguments)
         assert repair.broken != repair.right
+        assert len(set(repair.expected)) > 1, "a program that always returns the same is not right"
 
 
 def test_a_repair_is_checked_by_tests_that_never_enter_the_sandbox() -> None:
