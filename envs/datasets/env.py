@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from roll_flash.chat.model_text import without_thinking
+from roll_flash.chat.model_text import last_answer, without_thinking
 from roll_flash.config.user_code import load_function
 from roll_flash.envs.base import Observation, StepResult
 from roll_flash.envs.datasets.answers import ANSWER_IN, AnswerIn, find_answer
@@ -151,7 +151,7 @@ class SandboxDatasetEnv(DatasetEnv, SandboxToolEnv):
             tests = read_tests(self._expected)
         except ValueError as error:
             raise EnvError(f"reward {IN_SANDBOX}: the row's {first_line(error)}") from None
-        code = python_code(without_thinking(self._completion))
+        code = python_code(self._completion)
         if is_empty(code):
             return 0.0
         all_s = self._time_for_tests()
@@ -208,10 +208,11 @@ def make_dataset_env(**kwargs: Any) -> DatasetEnv:
 
 
 def python_code(text: str) -> str:
-    """Return the content of the last block of code in backticks; without one the whole text."""
-    parts = text.split("```")
+    """Return the content of the last block of code in backticks; without one the answer, in its tag or the whole text.
+    Nothing in `<think>` counts."""
+    parts = without_thinking(text).split("```")
     if len(parts) < 3:
-        return text
+        return last_answer(text)
     block = parts[-2] if len(parts) % 2 else parts[-1]
     first, _, rest = block.partition("\n")
     return rest if first.strip().isidentifier() else block

@@ -991,6 +991,7 @@ def test_code_is_in_the_last_block() -> None:
     assert python_code("First:\n```python\nx = 1\n```\nthen\n```\ny = 2\n```") == "\ny = 2\n"
     assert python_code("```python\nx = 1\n```") == "x = 1\n"
     assert python_code("print(1)") == "print(1)"
+    assert python_code("This is it: <answer>\nprint(1)\n</answer>") == "print(1)"
 
 
 @pytest.mark.docker
