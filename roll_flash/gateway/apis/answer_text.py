@@ -95,4 +95,5 @@ def _call_of(value: Any) -> ToolCall | None:
 
 
 def new_call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
+    """Return nine letters and digits: chat templates of Mistral's models refuse ids of another form."""
+    return uuid.uuid4().hex[:9]
