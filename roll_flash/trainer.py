@@ -230,7 +230,7 @@ class Trainer:
             during=partial(record.learner_works, "update"),
         )
         record.learner_metrics = result.metrics
-        await self._count(record)
+        written = await self._count(record)
         if result.logprobs:
             await call_in_thread(partial(write_logprobs, self._system.run_dir.logs, result.version, result.logprobs))
         publication = await self._settle()
@@ -240,8 +240,9 @@ class Trainer:
             self._staging_s,
             during=partial(record.learner_works, "stage"),
         )
-        with doing("the report", "workers and servers have not answered"):
+        with doing("the report", "workers, servers or the disk have not answered"):
             usage = await self._system.usage_metrics()
+            await written  # the journal has each step of which the metrics tell
         metrics = self._report(record, publication, usage)
         await self._call_on_step(result.version, metrics)
         if self._schedule.is_due(result.version, time.monotonic()) or self._restart.lost_checkpoint:
@@ -303,14 +304,17 @@ class Trainer:
             await self._count(record)
         return record if record.is_counted else None
 
-    async def _count(self, record: StepRecord) -> None:
-        """Count the groups of a step as trained, once the learner has finished it."""
+    async def _count(self, record: StepRecord) -> asyncio.Future[None]:
+        """Count the groups of a step as trained, once the learner has finished it. Return what is set when the journal
+        has it."""
         record.is_counted = True
         self._restart.step_ended()
         version = self._system.learner.version
-        await self._system.rollout.version_advanced(version, record.micro_batches, record.learner_metrics)
+        learned = (record.micro_batches, record.learner_metrics)
+        written = await self._system.rollout.version_advanced(version, *learned)
         self._note_rollout()
         self._note_trained(version, record.trajectories)
+        return written
 
     def _note_rollout(self) -> None:
         for notice in self._system.rollout.take_notices():

@@ -24,7 +24,6 @@ CLOSE_TIMEOUT_S = 30.0
 GROUP_COMMIT_S = 0.05
 """Minimum time between two waits for the disk, which take milliseconds each."""
 
-
 Ended = tuple[int, FinishedEpisode | EpisodeFailure]
 """Learner version at the end of the episode, and its outcome."""
 
@@ -78,13 +77,14 @@ class EpisodeLog:
         if self._journal is not None:
             self._append(NewFiles(step, turns))
 
-    async def written(self) -> None:
-        """Wait until all that was added is on the disk, or writing has ended with an error."""
-        if self._task is None or self._task.done():
-            return
+    def written(self) -> asyncio.Future[None]:
+        """Return what is set when all that was added is on the disk, or could not be written, which ends the run."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._append(done)
-        await asyncio.wait([done, self._task], return_when=asyncio.FIRST_COMPLETED)
+        if self._task is None or self._task.done():
+            done.set_result(None)
+        else:
+            self._append(done)
+        return done
 
     def _append(self, entry: Entry) -> None:
         if self._is_closed and self._task is not None and self._task.done():  # a step that the end has cut short
@@ -111,11 +111,12 @@ class EpisodeLog:
             await self._changed.wait()
             self._changed.clear()
             entries, self._waiting = self._waiting, []
-            await call_in_thread(partial(self._write, entries))
+            try:
+                await call_in_thread(partial(self._write, entries))
+            finally:
+                for done in (entry for entry in entries if isinstance(entry, asyncio.Future) and not entry.done()):
+                    done.set_result(None)
             self._unwritten -= sum(isinstance(entry, tuple) for entry in entries)
-            for entry in entries:
-                if isinstance(entry, asyncio.Future) and not entry.done():
-                    entry.set_result(None)
             if not self._is_closed:
                 await asyncio.sleep(GROUP_COMMIT_S)
 

@@ -157,10 +157,11 @@ class Rollout:
 
     async def version_advanced(
         self, version: int, micro_batches: MicroBatches = (), metrics: Mapping[str, float] | None = None
-    ) -> None:
+    ) -> asyncio.Future[None]:
         """Record that the learner finished a step, from these micro-batches and with these metrics; cancel and drop the
-        groups that are now too old."""
+        groups that are now too old. Return what is set when the disk has it."""
         self._note_step(version, micro_batches, metrics or {})
+        written = self.written()
         self.scheduler.now_s = time.monotonic()
         self.scheduler.version_advanced(version)
         if steps := self.scheduler.progress.steps_without_signal:
@@ -169,6 +170,7 @@ class Rollout:
         self._end_dropped()  # before the fleet forgets their turns
         await self._fleet.cancel(self.scheduler.take_cancelled())
         self._changed.set()
+        return written
 
     def published(self, version: int) -> None:
         """Record that all servers have `version`."""
@@ -211,9 +213,9 @@ class Rollout:
             "async_ratio": self._controller.state() if self._controller else None,
         }
 
-    async def written(self) -> None:
-        """Wait until the disk has all episodes that ended before."""
-        await self._log.written()
+    def written(self) -> asyncio.Future[None]:
+        """Return what is set when the disk has all episodes that ended before."""
+        return self._log.written()
 
     def metrics(self) -> dict[str, float]:
         """Return the async ratio, the selection bias so far, and the metrics of the task source."""

@@ -6,6 +6,7 @@ Real rollout, stream and trainer; learner, servers and files are stand-ins.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,7 +96,30 @@ class Kept:
         return {}
 
 
-async def cut_short(where: str, on_step: OnStep | None = None) -> tuple[Kept, Rollout]:
+class SlowJournal:
+    """Of a disk that takes its time."""
+
+    def __init__(self) -> None:
+        self.events: list[Mapping[str, Any]] = []
+
+    def begin(self, step: int) -> None:
+        pass
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == "trained":
+            time.sleep(0.5)
+        self.events.append(event)
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+async def cut_short(
+    where: str, on_step: OnStep | None = None, journal: SlowJournal | None = None
+) -> tuple[Kept, Rollout]:
     """Two steps, the second one cut at `where`, as Ctrl-C does it."""
     config = load_config(
         {
@@ -111,7 +135,7 @@ async def cut_short(where: str, on_step: OnStep | None = None) -> tuple[Kept, Ro
     fleet = ThisProcess(plays())
     learner = Learner(hangs=where == "update")
     stream = TrajectoryStream()
-    async with Rollout(config, fleet, tasks_of(), Log(), stream) as run:  # type: ignore[arg-type]
+    async with Rollout(config, fleet, tasks_of(), Log(), stream, journal=journal) as run:  # type: ignore[arg-type]
         kept = Kept(run)
 
         async def usage() -> dict[str, float]:
@@ -161,6 +185,17 @@ def test_it_is_in_the_metrics_and_its_tasks_are_not_played_again(where: str) -> 
     waiting = {task["task_id"] for _, task, _, _ in state["groups"]}
     assert waiting
     assert not waiting & set().union(*kept.trained.values())
+
+
+def test_a_step_of_which_the_metrics_tell_is_in_the_journal() -> None:
+    """Else `verify` finds a run wrong that was killed between the two."""
+    journal, known = SlowJournal(), list[list[int]]()
+
+    def on_step(step: int, metrics: Mapping[str, float]) -> None:
+        known.append([event["version"] for event in journal.events if event["event"] == "trained"])
+
+    asyncio.run(asyncio.wait_for(cut_short("update", on_step, journal), 60))
+    assert known == [[1]]
 
 
 def test_the_timeline_has_when_the_learner_worked_on_what() -> None:
