@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from roll_flash.checked_files import as_a_run_writes
+from roll_flash.checked_files import as_a_run_writes, decode
 from roll_flash.config.tree import Config, EnvConfig, load_config
 from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMaker, Step
 from roll_flash.envs.hosting.sandbox_lease import LazySandbox, default_spec, open_pool
@@ -86,8 +86,9 @@ class ReplayPlan:
         return max(self.env.max_turns, len(self.record["turns"]))
 
     def require_columns(self) -> None:
-        """Raises one of CONTENT_ERRORS for a record without what is shown and played of it."""
+        """Raises one of CONTENT_ERRORS for a record that lacks what is shown and played of it, or has other types."""
         ending(self.record)
+        decode(self.prefix.encode().encode(), Prefix)  # compares types
         if not isinstance(self.task.kwargs, dict) or not isinstance(self.task.seed, int):
             raise TypeError("its task is none")
 
@@ -120,7 +121,6 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
     with as_a_run_writes(run):
         env = _env_of(config, record)
         turn, forks = _turn(request, record), _forks(request)
-        Prefix.of_record(record, turn)
         known = ReplayPlan(record, turn, config, env, request.interactive, forks, None)
         known.require_columns()
     if forks and turn >= max(1, len(record["turns"])):

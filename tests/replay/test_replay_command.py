@@ -148,6 +148,17 @@ def test_an_episode_without_a_column_is_one_line(name: str, tmp_path: Path, caps
     )
 
 
+@pytest.mark.parametrize(("name", "value"), [("action", 5), ("action", ["x"]), ("reward", "x"), ("observation", None)])
+def test_a_turn_of_other_types_is_one_line(
+    name: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = echo_run(tmp_path)
+    first, *others = read_episodes(run / "episodes" / "step_000000.jsonl")[0]["turns"]
+    with_column(run, "turns", [{**first, name: value}, *others])
+    assert main(["replay", str(run), "g00000001-r0"]) == 1
+    assert capsys.readouterr().err.startswith(f"roll-flash: {run}: its files are not as a run writes them: ")
+
+
 @pytest.mark.parametrize("name", ["task_id", "end"])
 def test_no_text_of_an_episode_looks_like_a_line_of_ours(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
