@@ -26,7 +26,8 @@
 #define UP_TO_THREADS " %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %ld"
 #define AFTER_NAME " %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu"
 
-enum { STILL_US = 300000, MOST_UNLOCKS = 200, MOST_LOCKS = 10000, MOST_SOCKETS = 2000, MOST_TERMINALS = 256, MOST_KILLS = 10 };
+enum { STILL_US = 300000, MOST_UNLOCKS = 200, MOST_LOCKS = 10000, MOST_SOCKETS = 2000, MOST_TERMINALS = 256 };
+enum { MOST_KILLS = 10, PAUSE_US = 2000000 };
 
 struct pids {
     pid_t *at;
@@ -340,7 +341,8 @@ static bool runs_out_of_memory_too_often(void) {
     while (events && fgets(line, sizeof line, events)) sscanf(line, "oom_kill %ld", &count);
     if (events) fclose(events);
     int64_t now = now_us();
-    bool too_often = (count - known) * 1000000 > MOST_KILLS * (now - looked_us);
+    /* Looks are a second apart while something runs: what ran before a pause is gone, and others do not answer for it. */
+    bool too_often = now - looked_us < PAUSE_US && (count - known) * 1000000 > MOST_KILLS * (now - looked_us);
     known = count;
     looked_us = now;
     return too_often;
