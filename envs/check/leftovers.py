@@ -17,7 +17,7 @@ from roll_flash.sandboxes.scratch import scratch_folder
 
 PR_SET_CHILD_SUBREAPER = 36
 SHARED_MEMORY = Path("/dev/shm")
-SETTLE_S = 5.0
+SETTLE_S = 15.0
 """Seconds that leftovers have to end by themselves."""
 
 
