@@ -107,6 +107,8 @@ def test_it_goes_on_from_a_checkpoint_with_fewer_ranks_and_later_with_all_again(
 def test_a_call_whose_answer_is_lost_ends_and_one_that_takes_long_does_not(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also in the copy of a checkpoint (a thread that starts without memory is waited for without end), and where
+    another call has ended meanwhile."""
     monkeypatch.setattr(fsdp, "_IDLE_S", 2.0)
     monkeypatch.setattr(fsdp, "_WATCH_EVERY_S", 0.1)
 
@@ -120,9 +122,12 @@ def test_a_call_whose_answer_is_lost_ends_and_one_that_takes_long_does_not(
                 await learner.logprobs_of([[place % 50] * 200 for place in range(size)])
             rank = learner._ranks[0]
             lost = asyncio.get_running_loop().create_future()
+            waits = asyncio.ensure_future(learner._gather([rank.call.remote("process_id"), lost], "begin_save", 600.0))
+            await asyncio.sleep(0)
+            await learner._gather([rank.call.remote("process_id")], "release", 60.0)
             with pytest.raises(LearnerLostError, match=r"a call has no answer, and no rank has done anything for 2 s"):
                 async with asyncio.timeout(30):
-                    await learner._gather([rank.call.remote("process_id"), lost], "text_logprobs", 600.0)
+                    await waits
             assert learner.lost.is_set()
         finally:
             await learner.close()

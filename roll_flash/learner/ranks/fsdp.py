@@ -77,6 +77,8 @@ _COMPUTES = frozenset(
         "accumulate_demonstrations",
         "accumulate_kept",
         "accumulate_sequences",
+        "begin_export",
+        "begin_save",
         "divergences",
         "keep",
         "stage",
@@ -136,10 +138,8 @@ class FsdpLearner:
         self._forms: Forms = {}
         self._left_busy = False
         """True if a rank may still run a call that was cancelled."""
-        self._computes = False
-        """True during a call of `_COMPUTES`."""
-        self._call: asyncio.Future[list[Any]]
-        """The newest call of all ranks."""
+        self._computing: set[asyncio.Future[list[Any]]] = set()
+        """Calls of `_COMPUTES` without an answer. Others go on beside them, such as those about a checkpoint."""
         self._failure: str | None = "the learner has not been started"
         self._lost = asyncio.Event()
         self._fingerprint = self._frozen = ""
@@ -279,11 +279,12 @@ class FsdpLearner:
         try:
             while True:
                 await asyncio.sleep(_WATCH_EVERY_S)
-                if not self._computes:
+                if not self._computing:
                     idleness.begin_again()
                 elif (idle_s := idleness.idle_s()) > _IDLE_S and ranks is self._ranks:
                     self._kill(f"a call has no answer, and no rank has done anything for {idle_s:.0f} s")
-                    self._call.cancel()  # the death of the ranks may not end it either
+                    for call in self._computing:
+                        call.cancel()  # the death of the ranks may not end it either
         except psutil.NoSuchProcess:
             return  # `_watch` says so
 
@@ -671,11 +672,12 @@ class FsdpLearner:
     async def _gather(self, calls: list[Any], method: str, timeout_s: float) -> list[Any]:
         """Return the results of all ranks, or raise one error; after a failure all remaining ranks are killed."""
         ranks = self._ranks
-        self._computes = method in _COMPUTES
-        self._call = asyncio.gather(*calls)
+        call = asyncio.gather(*calls)
+        if method in _COMPUTES:
+            self._computing.add(call)
         try:
             async with asyncio.timeout(timeout_s):  # asyncio.wait_for may lose a cancellation before Python 3.12
-                results = list(await self._call)
+                results = list(await call)
             self._left_busy = False
             return results
         except asyncio.CancelledError:
@@ -698,7 +700,7 @@ class FsdpLearner:
         except PlacementError as error:
             why = str(error)
         finally:
-            self._computes = False
+            self._computing.discard(call)
         if ranks is self._ranks:  # else they were killed meanwhile, and perhaps others started
             self._kill(why)
         raise LearnerLostError(self._failure or why)
