@@ -242,13 +242,25 @@ class Trainer:
         )
         with doing("the report", "workers, servers or the disk have not answered"):
             usage = await self._system.usage_metrics()
-            await written  # the journal has each step of which the metrics tell
+            await self._in_journal(written)
         metrics = self._report(record, publication, usage)
         await self._call_on_step(result.version, metrics)
         if self._schedule.is_due(result.version, time.monotonic()) or self._restart.lost_checkpoint:
             self._restart.lost_checkpoint = False
             await self._begin_checkpoint()
         return True
+
+    async def _in_journal(self, written: asyncio.Future[None]) -> None:
+        """Wait until the journal has a step: it has each one of which the metrics tell. Raises RunError."""
+        limit_s = self._config.learner.step_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await written
+        except TimeoutError:
+            folder = self._system.run_dir.folder
+            raise RunError(
+                f"{folder}: the disk has not taken the journal within {limit_s:g} s (learner.step_timeout_s)"
+            ) from None
 
     async def _learner_does(
         self,

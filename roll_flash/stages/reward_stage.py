@@ -17,6 +17,7 @@ from roll_flash.config.sections.stages import StageConfig
 from roll_flash.config.tree import Config
 from roll_flash.config.user_code import described, load_function
 from roll_flash.errors import ConfigError, InferenceError, ModelError, RollFlashError
+from roll_flash.models.folder import require_all_tensors
 from roll_flash.monitor.episodes import own_answers
 from roll_flash.processes.background import call_in_thread
 from roll_flash.types import Message, Trajectory
@@ -206,11 +207,7 @@ class RewardModelStage:
         except (OSError, ValueError) as error:
             raise ModelError(f"{self._path}: not a sequence-classification model: {error}") from None
         self._model: Any = loaded[0]
-        if missing := sorted(loaded[1]["missing_keys"]):  # random values, which would be random rewards
-            raise ModelError(
-                f"{self._path}: not a sequence-classification model: {len(missing)} of its tensors are not in its "
-                f"files, such as {missing[0]}"
-            )
+        require_all_tensors(self._path, self._model, loaded[1]["missing_keys"])  # else rewards would be random
         labels = self._model.config.num_labels
         if not 0 <= self._label < labels:
             raise ModelError(f"{self._path}: label {self._label} of a model with {labels} outputs")

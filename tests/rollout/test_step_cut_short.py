@@ -118,7 +118,7 @@ class SlowJournal:
 
 
 async def cut_short(
-    where: str, on_step: OnStep | None = None, journal: SlowJournal | None = None
+    where: str, on_step: OnStep | None = None, journal: SlowJournal | None = None, step_timeout_s: float = 60.0
 ) -> tuple[Kept, Rollout]:
     """Two steps, the second one cut at `where`, as Ctrl-C does it."""
     config = load_config(
@@ -128,6 +128,7 @@ async def cut_short(
             "scheduler": {"async_ratio": 1.0, "groups_per_step": 2, "group_size": 2},
             "rollout": {"max_concurrent": 16},
             "checkpoint": {"every_minutes": 0},
+            "learner": {"step_timeout_s": step_timeout_s},
             "eval": {"before_and_after": False},
             "steps": 5,
         }
@@ -196,6 +197,11 @@ def test_a_step_of_which_the_metrics_tell_is_in_the_journal() -> None:
 
     asyncio.run(asyncio.wait_for(cut_short("update", on_step, journal), 60))
     assert known == [[1]]
+
+
+def test_a_disk_that_does_not_take_the_journal_ends_the_run() -> None:
+    with pytest.raises(RunError, match=r"the disk has not taken the journal within 0.1 s \(learner.step_timeout_s\)"):
+        asyncio.run(asyncio.wait_for(cut_short("update", journal=SlowJournal(), step_timeout_s=0.1), 60))
 
 
 def test_the_timeline_has_when_the_learner_worked_on_what() -> None:
