@@ -2,7 +2,7 @@
 a bound, with the part of the journal that tells only of removed episodes.
 
 Nothing that `--resume` needs is removed: the episodes since the oldest checkpoint of `checkpoint.keep`, and those that
-its unfinished groups may have, stay.
+its unfinished groups may have, stay. The file of a finished step is looked at once: a run may have 100,000 of them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from functools import partial
 from roll_flash.config.tree import Config
 from roll_flash.monitor.episode_files.steps import (
     compress_step,
-    remove_oldest,
+    remove_steps,
     removed_before,
     removed_line,
+    step_file,
     step_files,
-    step_of,
     stored_bytes,
 )
 from roll_flash.processes.background import call_in_thread
@@ -46,7 +46,12 @@ class EpisodeSpace:
         self._version = 0
         self._changed = asyncio.Event()
         self._closes = threading.Event()
-        self._bytes = self._bytes_now()
+        self._removed = self._finished = removed_before(self._folder)
+        """The first steps whose episodes were not removed, and whose bytes are not counted yet."""
+        self._finished_bytes = 0
+        self._may_have_leftovers = self._removed > 0
+        """Of a process that was killed while it removed files."""
+        self._bytes = sum(map(stored_bytes, step_files(self._folder))) + journal_bytes(self._journal)
 
     def step_ended(self, version: int) -> None:
         """From now on episodes end at `version`, so the files of earlier steps are finished."""
@@ -56,7 +61,7 @@ class EpisodeSpace:
     def metrics(self) -> dict[str, float]:
         return {
             "machine/episodes_gib": self._bytes / GIB,
-            "machine/episodes_removed_steps": float(removed_before(self._folder)),
+            "machine/episodes_removed_steps": float(self._removed),
         }
 
     async def run(self) -> None:
@@ -78,8 +83,8 @@ class EpisodeSpace:
             if not working.done():
                 self._closes.set()
                 await asyncio.wait([working], timeout=CLOSE_TIMEOUT_S)
-        if line := removed_line(self._folder):
-            self._say("removed", f"{line}; from now on only the metrics say how many")
+        if self._removed and "removed" not in self._said:
+            self._say("removed", f"{removed_line(self._folder)}; from now on only the metrics say how many")
 
     def _say(self, kind: str, line: str) -> None:
         if kind not in self._said:
@@ -88,22 +93,44 @@ class EpisodeSpace:
 
     def _tidy(self, version: int) -> None:
         monitor = self._config.monitor
-        if monitor.compress_episodes:
-            for path in step_files(self._folder):
-                if step_of(path) < version and path.exists() and self._may_go_on():
-                    compress_step(path, self._may_go_on)
+        if self._may_have_leftovers:
+            remove_steps(self._folder, self._removed)
+            self._may_have_leftovers = False
+        try:
+            self._finish_steps(version)
+        finally:  # removal also helps a disk that is too full to compress on
+            if monitor.episodes_gib is not None:
+                self._remove_oldest(monitor.episodes_gib * GIB - journal_bytes(self._journal))
+                remove_before(self._journal, self._removed)
+        self._bytes = self._finished_bytes + self._unfinished_bytes() + journal_bytes(self._journal)
+
+    def _finish_steps(self, version: int) -> None:
+        """Compress and count what no earlier call has."""
+        compresses = self._config.monitor.compress_episodes
+        if compresses:
             compress_finished(self._journal, self._may_go_on)
-        if monitor.episodes_gib is not None:
-            most_bytes = monitor.episodes_gib * GIB - journal_bytes(self._journal)
-            remove_oldest(self._folder, most_bytes=most_bytes, before=self._first_needed())
-            remove_before(self._journal, removed_before(self._folder))
-        self._bytes = self._bytes_now()
+        while self._finished < version and self._may_go_on():
+            path = step_file(self._folder, self._finished)
+            if compresses and path.exists():
+                compress_step(path, self._may_go_on)
+            self._finished_bytes += stored_bytes(path)
+            self._finished += 1
+
+    def _remove_oldest(self, most_bytes: float) -> None:
+        left, first = self._finished_bytes, self._removed
+        most_bytes, needed = most_bytes - self._unfinished_bytes(), min(self._first_needed(), self._finished)
+        while left > most_bytes and first < needed:
+            left -= stored_bytes(step_file(self._folder, first))
+            first += 1
+        if first > self._removed:
+            remove_steps(self._folder, first, since=self._removed)
+            self._finished_bytes, self._removed = left, first
+
+    def _unfinished_bytes(self) -> int:
+        return sum(stored_bytes(step_file(self._folder, step)) for step in range(self._finished, self._version + 1))
 
     def _may_go_on(self) -> bool:
         return not self._closes.is_set()
-
-    def _bytes_now(self) -> int:
-        return sum(map(stored_bytes, step_files(self._folder))) + journal_bytes(self._journal)
 
     def _first_needed(self) -> int:
         """Return the first step of which a resume may need episodes."""

@@ -15,7 +15,7 @@ from roll_flash.dashboard import episode_index
 from roll_flash.dashboard.episode_index import EpisodeIndex, head_of
 from roll_flash.dashboard.episode_search import Search, Selection, counts, row_for_table
 from roll_flash.monitor.episode_files import steps
-from roll_flash.monitor.episode_files.steps import compress_step, remove_oldest, step_file, step_files
+from roll_flash.monitor.episode_files.steps import compress_step, remove_steps, step_file, step_files
 
 PATIENCE_S = 60.0
 
@@ -138,7 +138,7 @@ def test_the_index_stays_while_a_run_compresses_and_removes_its_files(
     fresh = EpisodeIndex(lambda: step_files(folder))
     fresh.refresh(PATIENCE_S)
     assert (fresh.ids, fresh.record(3)) == (index.ids, records[3])
-    remove_oldest(folder, most_bytes=0, before=2)
+    remove_steps(folder, 2)
     index.refresh(PATIENCE_S)
     assert (len(index.ids), index.line(0), index.generation, index.error) == (16, b"", 0, "")
     assert selected(index, text="Sum-v0") == index.ids[:7:-1]

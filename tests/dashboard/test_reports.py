@@ -25,7 +25,7 @@ from roll_flash.dashboard.transcript import MAX_CHARACTERS, MAX_TOKENS, _texts
 from roll_flash.diagnosis.reading import read_run
 from roll_flash.errors import ConfigError
 from roll_flash.monitor.episode_files import steps
-from roll_flash.monitor.episode_files.steps import open_step, remove_oldest
+from roll_flash.monitor.episode_files.steps import open_step, remove_steps
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.monitor.status import News, new_status, write
 from roll_flash.replay.recorded import find_episode
@@ -375,7 +375,7 @@ def test_episodes_that_a_run_has_removed_are_told(run: RecordedRun) -> None:
     with serving(run.folder) as dashboard, dashboard.client() as client:
         assert dashboard.get("episodes", run="recorded")["total"] == 12
         assert dashboard.get("run", run="recorded")["notices"] == []
-        remove_oldest(run.folder / "episodes", most_bytes=0, before=1)
+        remove_steps(run.folder / "episodes", 1)
         gone = "the episodes before step 1 were removed from the disk (monitor.episodes_gib)"
         assert dashboard.get("run", run="recorded")["notices"] == [gone]
         assert gone in error_of(client.get("/api/episode", params={"run": "recorded", "id": "g00000000-r1"}))

@@ -17,7 +17,7 @@ from roll_flash.monitor.episode_files.steps import (
     content_of,
     decompress_step,
     open_step,
-    remove_oldest,
+    remove_steps,
     removed_before,
     step_file,
     step_files,
@@ -115,20 +115,16 @@ def test_a_resumed_run_appends_to_a_file_that_was_compressed(tmp_path: Path) -> 
     assert not compressed(path).exists()
 
 
-def test_the_oldest_steps_are_removed_down_to_a_bound_but_none_that_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removed_steps_read_as_removed_also_compressed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "SMALL_BYTES", 0)
-    for step in range(10):
+    for step in range(8):
         written(tmp_path, [b"x" * 999 + b"\n"], step)
-    remove_oldest(tmp_path, most_bytes=7500, before=9)
+    remove_steps(tmp_path, 3)
     assert (removed_before(tmp_path), step_files(tmp_path)[0]) == (3, step_file(tmp_path, 3))
-    remove_oldest(tmp_path, most_bytes=7500, before=9)
-    assert removed_before(tmp_path) == 3
     compress_step(step_file(tmp_path, 4))
-    remove_oldest(tmp_path, most_bytes=0, before=6)
+    remove_steps(tmp_path, 6, since=3)
     assert [path.name for path in sorted(tmp_path.iterdir())] == [
-        "step_000006.jsonl", "step_000006.removed", "step_000007.jsonl", "step_000008.jsonl", "step_000009.jsonl"
+        "step_000006.jsonl", "step_000006.removed", "step_000007.jsonl"
     ]  # fmt: skip
     with open_step(step_file(tmp_path, 4)) as file:
         assert file.read() == b"", "a reader that is slower than the run finds nothing there"

@@ -272,8 +272,7 @@ def test_a_run_is_verified_from_whichever_checkpoint_its_journal_begins_at(
     run_folder = tmp_path / "run"
     assert any(event["event"] == "dropped" for event in read_journal(run_folder / "journal")[0])
     for step in checkpoints:
-        steps.remove_oldest(run_folder / "episodes", most_bytes=0, before=step)
-        (run_folder / f"episodes/step_{step:06d}.removed").touch()  # also where no episode ended in the step before
+        steps.remove_steps(run_folder / "episodes", step)
         remove_before(run_folder / "journal", step)
         assert min(journal_files(run_folder / "journal")) == step
         assert not [finding for finding in verify_run(run_folder) if not finding.ok]

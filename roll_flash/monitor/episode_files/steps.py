@@ -117,26 +117,22 @@ def _replace(old: Path, new: Path, write: Callable[[BinaryIO], bool | None]) -> 
         partial.unlink(missing_ok=True)
 
 
-def remove_oldest(folder: Path, *, most_bytes: float, before: int) -> None:
-    """Remove files of the oldest steps, but only of steps before `before`, until the disk has at most `most_bytes` of
-    them. Raises OSError."""
-    sizes = {path: stored_bytes(path) for path in step_files(folder)}
-    left, first = sum(sizes.values()), removed_before(folder)
-    for path, size in sizes.items():
-        if left <= most_bytes or step_of(path) >= before:
-            break
-        left, first = left - size, step_of(path) + 1
-    if not first:
-        return
-    mark = folder / f"step_{first:06d}.removed"  # first: no reader then takes a file that is gone for a lost one
-    mark.touch()
-    for path in sizes:
-        if step_of(path) < first:
-            path.unlink(missing_ok=True)
-            compressed(path).unlink(missing_ok=True)
-    for path in folder.glob("step_*.removed"):
+def remove_steps(folder: Path, before: int, *, since: int | None = None) -> None:
+    """Remove the files of all steps before `before`. With `since`, those of earlier steps were removed before, and the
+    folder is not listed. Raises OSError."""
+    mark = _mark(folder, before)
+    mark.touch()  # first: no reader then takes a file that is gone for a lost one
+    if since is None:
+        paths = [path for path in step_files(folder) if step_of(path) < before]
+        marks = _marks(folder)
+    else:
+        paths, marks = [step_file(folder, step) for step in range(since, before)], [_mark(folder, since)]
+    for path in paths:
+        path.unlink(missing_ok=True)
+        compressed(path).unlink(missing_ok=True)
+    for path in marks:
         if path != mark:
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 def stored_bytes(path: Path) -> int:
@@ -145,9 +141,16 @@ def stored_bytes(path: Path) -> int:
 
 
 def removed_before(folder: Path) -> int:
-    """Return the first step whose records were not removed by `remove_oldest`; 0 if none were."""
-    marks = (path for path in folder.glob("step_*.removed") if _REMOVED.fullmatch(path.name))
-    return max(map(step_of, marks), default=0)
+    """Return the first step whose records were not removed by `remove_steps`; 0 if none were."""
+    return max(map(step_of, _marks(folder)), default=0)
+
+
+def _mark(folder: Path, before: int) -> Path:
+    return folder / f"step_{before:06d}.removed"
+
+
+def _marks(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("step_*.removed") if _REMOVED.fullmatch(path.name)]
 
 
 def was_removed(path: Path) -> bool:
