@@ -14,7 +14,8 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -63,6 +64,12 @@ def math(answer: str, expected: Any) -> float:
 
 
 MAX_MATH_CHARACTERS = 2000
+DECIMALS, PRECISION = 6, 15
+"""Decimals and digits that math-verify compares. An expected number below 0.001 needs more: else `0.0` would
+be any that is small enough."""
+FIRST_SMALL = 3
+"""Decimals of 0.001."""
+SIZE_DIGITS = 4
 
 
 def regex(answer: str, expected: Any, *, pattern: str | None = None) -> float:
@@ -271,7 +278,24 @@ def _verify(answer: str, expected: str) -> float:
     package = importlib.import_module("math_verify")
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of being without time-outs
     wanted, found = (package.parse(f"${text}$", parsing_timeout=None) for text in (expected, answer))
-    return float(package.verify(wanted, found, timeout_seconds=None))
+    more = max([0, *(-Decimal(str(size)).adjusted() - FIRST_SMALL for size in _sizes(wanted))])
+    return float(
+        package.verify(
+            wanted, found, float_rounding=DECIMALS + more, numeric_precision=PRECISION + more, timeout_seconds=None
+        )
+    )
+
+
+def _sizes(expression: Any) -> Iterator[Any]:
+    """Yield the absolute values of the numbers in what math-verify has read, except 0 and what is not finite."""
+    if getattr(expression, "is_number", False):
+        size = abs(expression).evalf(SIZE_DIGITS)
+        if size.is_Float and size > 0:
+            yield size
+    else:
+        parts = expression if isinstance(expression, list) else getattr(expression, "args", ())
+        for part in parts:
+            yield from _sizes(part)
 
 
 def _search(pattern: re.Pattern[str], answer: str) -> float:

@@ -968,6 +968,23 @@ def test_mathematics_is_compared_by_its_value() -> None:
 
 
 @pytest.mark.adapters
+@pytest.mark.parametrize(
+    ("expected", "same"),
+    [
+        (r"1.6 \times 10^{-19}", [r"16 \cdot 10^{-20}", r"\frac{1.6}{10^{19}}"]),
+        ("0.0000003", [r"3 \times 10^{-7}", r"\frac{3}{10000000}"]),
+        (r"\frac{1}{8000000}", ["0.000000125", r"\frac{0.5}{4000000}"]),
+        (r"10^{-20}\sqrt{2}", [r"\sqrt{2 \cdot 10^{-40}}"]),
+        (r"\{0.0000001, 2\}", ["2, 0.0000001"]),
+    ],
+)
+def test_a_small_number_is_not_any_other_small_number(expected: str, same: list[str]) -> None:
+    others = ["0.0", "0", "0.0000004", "-0.0000002", r"\sqrt{2} - \sqrt{2}", r"10^{-30}", "x = 0.0", "2, 0.0000003"]
+    assert [rewards._verify(answer, expected) for answer in (expected, *same)] == [1.0] * (1 + len(same))
+    assert [rewards._verify(answer, expected) for answer in others] == [0.0] * len(others)
+
+
+@pytest.mark.adapters
 def test_a_busy_machine_makes_no_right_answer_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time-out of the clock is over at once here, as if the process had got no core."""
     pytest.importorskip("math_verify")
