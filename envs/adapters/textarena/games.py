@@ -21,6 +21,8 @@ logger = logging.getLogger("roll_flash.envs")
 
 WRONG_GAMES = {
     "Bandit": "the best button earns 0 and the worst the most",
+    "Cryptarithm": "letters with any digits earn their share when the moves are used up, if one letter has none",
+    "FifteenPuzzle": "the last move of the solution raises, and earns 0",
     "Set": "the same card three times, [1, 1, 1], is a set on every turn",
 }
 """Games of textarena 0.7.4, by the name before the version, with a wrong reward; docs/adapters.md has the reasons."""
