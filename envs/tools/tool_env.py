@@ -336,7 +336,10 @@ class SandboxToolEnv(ToolEnv, SandboxEnv):
         except (SandboxBusy, SandboxDied) as error:
             if not is_caused_by_code(error):
                 raise
+            died = {"sandbox_died": error.reason} if isinstance(error, SandboxDied) else {}
         final, info = await self.conclude()
+        if died:  # also if a reward needs no sandbox
+            final, info = min(0.0, final), {**info, "success": False, **died}
         return "", final, True, False, info
 
     async def conclude(self) -> tuple[float, dict[str, Any]]:

@@ -354,8 +354,19 @@ def test_tools_and_rewards_use_the_sandbox(require_bubblewrap: None) -> None:
     assert last[4]["success"] is True
 
 
+class Untouched(InSandbox):
+    """Its reward needs no sandbox, and would be full."""
+
+    @reward()
+    async def wrote(self) -> bool:
+        return self.used("sh").calls > 0
+
+
+@pytest.mark.parametrize("kind", [InSandbox, Untouched])
 @pytest.mark.parametrize("reason", ["oom", "killed"])
-def test_a_sandbox_that_the_model_has_filled_up_is_worth_0_and_one_that_others_ended_is_no_sample(reason: str) -> None:
+def test_a_sandbox_that_the_model_has_filled_up_is_worth_0_and_one_that_others_ended_is_no_sample(
+    reason: str, kind: type[InSandbox]
+) -> None:
     class Dead:
         async def exec(self, *_: Any, **__: Any) -> Any:
             raise SandboxDied("it is gone", reason)
@@ -363,7 +374,7 @@ def test_a_sandbox_that_the_model_has_filled_up_is_worth_0_and_one_that_others_e
         read = write = kill_all = exec
 
     async def play() -> tuple[float, bool, dict[str, Any]]:
-        env = InSandbox()
+        env = kind()
         env.sandbox = cast(Any, Dead())
         await env.reset(seed=0)
         _, earned, terminated, _, info = await env.step(
