@@ -28,6 +28,10 @@ ROOT = Path(__file__).parents[2]
 
 SUMS = '''
 import asyncio
+import csv
+import sqlite3
+import subprocess
+import sys
 
 import httpx
 import openai
@@ -115,7 +119,22 @@ def load_environment(kind="single", fault=""):
     def compared(states):
         return [0.0 for _ in states]
 
+    def runs(completion, answer):
+        how, _, said = completion[-1]["content"].partition(" ")
+        if how == "query":
+            return float(sqlite3.connect(fault or ":memory:").execute(said).fetchone() == (int(answer),))
+        if how == "table":
+            return float(next(csv.reader([said], strict=True)) == [answer])
+        if how == "exec":
+            exec(said, found := {})
+            return float(found["x"] == int(answer))
+        command = [sys.executable, "-I", "-c", said]
+        program = subprocess.run(command, check=True, timeout=5, capture_output=True, text=True)
+        return float(program.stdout.strip() == answer)
+
     match kind:
+        case "runs":
+            return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[runs]))
         case "reads":
             return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[reads]))
         case "finds" | "finds_later" | "solves" | "far":
@@ -261,6 +280,7 @@ def test_their_own_rollout_with_the_same_answers_earns_the_same(sums: str) -> No
     [
         ({"fault": "reward"}, ["3"], "right raised ConnectionError: the judge is down"),
         ({"fault": "judge"}, ["500"], "right raised RuntimeError: Judge model API error"),
+        ({"kind": "runs", "fault": "/no/base"}, ["query select 3"], "runs raised OperationalError: unable to open"),
         ({"kind": "multi", "fault": "step"}, ["5"], "env_response: InfraError: their machine is gone"),
     ],
 )
@@ -286,6 +306,25 @@ def test_an_answer_that_a_reward_function_cannot_read_is_worth_nothing(sums: str
     assert (earned, info["success"]) == (0.0, False)
     assert trouble in info["score_error"]
     assert play(Verifiers(sums, {"kind": "reads"}), "3.0")[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "error"),
+    [
+        ("program print(3)", "program 1/0", "CalledProcessError"),
+        ("program print(3)", "program while True: pass", "TimeoutExpired"),
+        ("query select 3", "query selekt 3", "OperationalError"),
+        ("query select 3", "query select 3; select 4", "ProgrammingError"),
+        ("table 3", 'table "3', "Error"),
+        ("exec x = 3", "exec raise SystemExit", "SystemExit"),
+    ],
+)
+def test_a_program_or_query_that_cannot_run_is_worth_nothing(sums: str, right: str, wrong: str, error: str) -> None:
+    env = Verifiers(sums, {"kind": "runs"})
+    assert play(env, right)[1] == 1.0
+    _, earned, info = play(env, wrong)
+    assert (earned, info["success"]) == (0.0, False)
+    assert f"runs raised {error}" in info["score_error"]
 
 
 def test_an_answer_that_exceeds_the_context_of_a_judge_is_worth_nothing(sums: str) -> None:

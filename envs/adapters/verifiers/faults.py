@@ -8,12 +8,15 @@ gives no sample.
 from __future__ import annotations
 
 import asyncio
+import csv
 import functools
 import importlib
 import inspect
 import logging
 import math
 import re
+import sqlite3
+import subprocess
 import time
 import tokenize
 from collections.abc import Callable
@@ -34,9 +37,10 @@ class CallOutOfTimeError(Exception):
 _TEXT_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError),
     *(StopIteration, StopAsyncIteration, NotImplementedError, EOFError),
-    *(re.error, tokenize.TokenError, CallOutOfTimeError),
+    *(re.error, tokenize.TokenError, csv.Error, CallOutOfTimeError),
+    *(subprocess.SubprocessError, sqlite3.ProgrammingError, SystemExit),
 )
-"""Exceptions of code that reads text in an unexpected form."""
+"""Exceptions of code that reads text in an unexpected form, or runs it as a program or a query."""
 
 
 @dataclass(slots=True)
@@ -67,8 +71,10 @@ def record_faults(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             value = function(*args, **kwargs)
             number = float(await value if inspect.isawaitable(value) else value)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             faults.add(f"{name} raised {type(error).__name__}: {error}", of_text=is_caused_by_text(error))
+            if isinstance(error, SystemExit):  # of what the model wrote; the package lets it pass
+                return 0.0
             raise
         if not math.isfinite(number):  # such as `float("nan")`, read from the text
             faults.add(f"{name} returned {number}", of_text=True)
@@ -90,7 +96,14 @@ def is_caused_by_text(error: BaseException | None) -> bool:
     tool_error = getattr(importlib.import_module("verifiers"), "ToolError", AssertionError)  # 0.4 has none
     # Python makes another error of a StopIteration that leaves a coroutine, such as that of `next`.
     found = [each for each in chain if not isinstance(each.__cause__, StopIteration | StopAsyncIteration)]
-    return all(isinstance(each, (*_TEXT_ERRORS, tool_error)) and not isinstance(each, OSError) for each in found)
+    kinds = (*_TEXT_ERRORS, tool_error)
+    return all(_is_wrong_query(each) or (isinstance(each, kinds) and not isinstance(each, OSError)) for each in found)
+
+
+def _is_wrong_query(error: BaseException) -> bool:
+    """Return True for an OperationalError of the SQL itself: a database that is locked or missing is one, too."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return isinstance(error, sqlite3.OperationalError) and code == sqlite3.SQLITE_ERROR
 
 
 _warned: set[str] = set()

@@ -141,7 +141,7 @@ class Tasksets(Env):
                 if not is_number or all(map(math.isfinite, numbers)):
                     return value
                 fault = f"{function.__name__} returned {value}"
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 if not is_caused_by_text(error):
                     raise
                 fault = f"{function.__name__} raised {type(error).__name__}: {error}"
