@@ -3,6 +3,7 @@ stay here. Prometheus and OpenTelemetry are the real libraries, which vLLM insta
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import queue
@@ -23,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from roll_flash.config.reference import reference
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ConfigError
-from roll_flash.monitor.exporters import export
+from roll_flash.monitor.exporters import export, systems
 from roll_flash.monitor.exporters.config_values import HIDDEN, leaves, without_secrets
 from roll_flash.monitor.exporters.export import MOST_WAITING, Exports, check_exporters
 from roll_flash.monitor.exporters.systems import EXPORTERS, PrometheusExporter, flat_name
@@ -301,6 +302,25 @@ def test_prometheus_scrapes_the_newest_values_on_loopback_only(tmp_path: Path, p
     exporter.close(None)
     with pytest.raises(httpx.ConnectError):
         scrape(port)
+
+
+def test_whoever_connects_to_the_port_takes_neither_threads_nor_files_of_the_run(
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A thousand silent connections of another user took all file descriptors and ended the run, with no checkpoint."""
+    monkeypatch.setattr(systems._Scrape, "timeout", 0.3)
+    exporter = PrometheusExporter(tmp_path, config_with(export=["prometheus"], prometheus_port=port))
+    exporter.open()
+    exporter.log(1, 0.0, {"reward": 0.5})
+    threads, files = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)) for _ in range(5)]
+        idle[1].send(b"GET /metrics HTTP/1.1")  # and never the end
+        assert scrape(port) == {("roll_flash_reward", "mine", "reward"): 0.5}
+        assert threading.active_count() == threads
+        assert len(list(Path("/proc/self/fd").iterdir())) <= files + len(idle) + 1
+    exporter.close(None)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_port_in_use_is_said_and_the_run_goes_on(tmp_path: Path) -> None:

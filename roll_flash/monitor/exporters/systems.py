@@ -6,15 +6,18 @@ metrics of many services: a metric has its `flat_name` there, and the labels `ru
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from roll_flash.monitor.exporters.config_values import leaves
 from roll_flash.monitor.metric_table import find_metric
@@ -26,6 +29,9 @@ SENDS_METRICS_ONLY = {"disable_git": True, "save_code": False, "x_disable_meta":
 PARAMETERS_AT_ONCE = 100
 """Most that MLflow takes."""
 LOOPBACK = "127.0.0.1"
+SCRAPE_S, BETWEEN_SCRAPES_S, MAX_HEAD_BYTES = 2.0, 0.02, 1 << 16
+"""Seconds in which Prometheus must send its request, and take the answer; pause in seconds after an answer, so that
+scrapes without end take no more than a share of the run's Python."""
 OTLP = "opentelemetry.exporter.otlp.proto.http.metric_exporter"
 
 Config = Mapping[str, Any]
@@ -137,13 +143,15 @@ class PrometheusExporter:
         self._gauges: dict[str, Any] = {}
 
     def open(self) -> None:
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, make_wsgi_app
 
         self._registry = CollectorRegistry()
         try:
-            self._server, _ = start_http_server(self._port, LOOPBACK, self._registry)
+            self._server = _ScrapeServer((LOOPBACK, self._port), _Scrape)
         except OSError as error:
             raise OSError(f"port {self._port}: {error.strerror}; set another monitor.prometheus_port") from None
+        self._server.set_app(make_wsgi_app(self._registry))
+        threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
 
     def log(self, step: int, time_s: float, values: Values) -> None:
         from prometheus_client import Gauge
@@ -158,6 +166,32 @@ class PrometheusExporter:
     def close(self, summary: Values | None) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+class _ScrapeServer(WSGIServer):
+    """Answers one connection after the other. The library's own server has a thread and a file descriptor of the run
+    for each connection: any user of this machine, who needs no key, could use up all of them."""
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        super().finish_request(request, client_address)
+        time.sleep(BETWEEN_SCRAPES_S)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Pass over a client that was too slow, or has gone."""
+
+
+class _Scrape(WSGIRequestHandler):
+    timeout = SCRAPE_S
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BytesIO(self.connection.recv(MAX_HEAD_BYTES))  # in one piece: each further one could be late
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing for a request."""
+
+    def get_stderr(self) -> TextIO:
+        return io.StringIO()  # else a client that takes no answer prints a traceback
 
 
 class OtelExporter:
