@@ -3,13 +3,15 @@
 Messages have one internal form: `content` is always text, and an assistant's `tool_calls` have their arguments as JSON
 text, as in OpenAI's chat completions. Conversations with the same keys are the same: an agent that parses and
 re-serialises a tool call, or drops the thinking, does not count as rewriting its history. That holds for arguments of
-every kind: some agents get those that are no object as `input_of`, and JavaScript knows no difference of 1.0 and 1.
+every kind: some agents get those that are no object as `input_of`, and JavaScript knows no difference of 1.0 and 1, and
+rounds whole numbers above EXACT_INTEGER.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +23,8 @@ from roll_flash.types import FinishReason, Message
 Key = bytes
 MAX_ARGUMENT_VALUES = 20_000
 """Maximum values in the arguments of one tool call."""
+EXACT_INTEGER = 1 << 53
+"""Larger integers are not exact in JavaScript."""
 MESSAGE_CHARACTERS = 64
 """Fixed cost of rendering a message, in characters."""
 
@@ -176,6 +180,8 @@ def _with_whole_numbers(value: Any) -> Any:
     match value:
         case float():
             return int(value) if value.is_integer() else value
+        case int() if EXACT_INTEGER < abs(value) <= sys.float_info.max:
+            return int(float(value))
         case dict():
             return {name: _with_whole_numbers(one) for name, one in value.items()}
         case list():

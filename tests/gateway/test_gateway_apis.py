@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from decimal import Decimal
 from typing import Any
 
 import anthropic
@@ -135,6 +136,7 @@ def test_messages_of_anthropics_client_with_a_tool(serve: Serve, streams: bool) 
     [
         *("[1]", "[]", "null", "7", '""', '"no JSON"', '"{}"', r'"{\"a\": NaN}"', r'"{\"a\": 1e999}"'),
         *(r'"{\"a\": \"\\ud800\"}"', '{"arguments": "ls"}', '{"arguments": "[1]"}', '{"a": [1.0, -2.5, 1e20, 2]}'),
+        *(f'{{"a": {"1234567890" * 2}}}', f'{{"a": -{"9" * 400}}}'),
     ],
 )
 @pytest.mark.parametrize("through_javascript", [False, True])
@@ -161,11 +163,28 @@ def test_an_anthropic_agent_that_returns_a_call_as_it_got_it_continues_its_sampl
     serve(work, [f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>', "Done.", "Done."])
 
 
+def test_a_call_with_empty_arguments_that_an_agent_returns_continues_its_sample(serve: Serve) -> None:
+    """The agent got arguments that are no JSON, and to return them counted as rewriting the history."""
+
+    async def work(served: Served) -> None:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
+        said = (await served.chat(messages, tools=[ADD])).json()["choices"][0]["message"]
+        (call,) = said["tool_calls"]
+        assert call["function"]["arguments"] == "{}"
+        messages += [said, {"role": "tool", "tool_call_id": call["id"], "content": "ok"}]
+        await served.chat(messages, tools=[ADD])
+        require_one_sample(served, 2)
+
+    serve(work, ['<tool_call>{"name": "add", "arguments": ""}</tool_call>', "Done."], "qwen3")
+
+
 def whole_numbers(value: Any) -> Any:
     """As JavaScript writes what it has read."""
     match value:
         case float():
             return int(value) if value.is_integer() else value
+        case int() if abs(value) < 10**300:
+            return int(format(Decimal(repr(float(value))), "f").partition(".")[0])
         case dict():
             return {name: whole_numbers(one) for name, one in value.items()}
         case list():

@@ -91,7 +91,7 @@ def _call_of(value: Any) -> ToolCall | None:
     if not isinstance(name, str) or not name:
         return None
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    return ToolCall(new_call_id(), encodable(name), encodable(text))
+    return ToolCall(new_call_id(), encodable(name), encodable(text) or "{}")
 
 
 def new_call_id() -> str:
