@@ -24,10 +24,7 @@ LOOPBACK = ("127.0.0.1", "::1")
 
 
 def open_to_everybody(process: int) -> list[str]:
-    """What answers somebody without a key, as lines for people; empty when all that listens asks for one.
-
-    What speaks neither HTTP nor gRPC, as a store of torch.distributed, must listen on loopback only.
-    """
+    """What answers somebody without a key, or listens beyond loopback, as lines for people."""
     root = psutil.Process(process)
     listening = [place for listener in [root, *root.children(recursive=True)] for place in _listening(listener)]
     with ThreadPoolExecutor(16) as pool:
@@ -35,7 +32,7 @@ def open_to_everybody(process: int) -> list[str]:
         return [
             f"{name} at {address}:{port}: {sorted(said)}"
             for (name, address, port), said in zip(listening, answers, strict=True)
-            if (said or address not in LOOPBACK) and (not said & REFUSED or said - REFUSED - UNKNOWN)
+            if address not in LOOPBACK or (said and (not said & REFUSED or said - REFUSED - UNKNOWN))
         ]
 
 
@@ -45,7 +42,7 @@ def _listening(process: psutil.Process) -> list[tuple[str, str, int]]:
         name = " ".join(process.cmdline())[:80]
     except psutil.NoSuchProcess:
         return []
-    return [(name, entry.laddr.ip, entry.laddr.port) for entry in sockets]
+    return [(name, entry.laddr.ip.removeprefix("::ffff:"), entry.laddr.port) for entry in sockets]
 
 
 def _answers(address: str, port: int) -> set[str]:

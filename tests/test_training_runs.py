@@ -151,7 +151,7 @@ class TestOneRunThroughItsLife:
         assert life["resume_code"] == 0, life["resumed"]
         assert [row["step"] for row in step_rows(life["folder"])] == list(range(1, life["last"] + 1))
 
-    def test_whatever_listens_asks_for_a_key(self, life: dict[str, Any]) -> None:
+    def test_whatever_listens_is_on_loopback_and_asks_for_a_key(self, life: dict[str, Any]) -> None:
         assert life["listening"] == []
 
     def test_its_folder_is_its_users_alone_and_holds_no_key(self, life: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ CPUS_PER_CORE = 4
 """CPUs that a run's own Ray declares per core: servers, ranks and workers of a small run share the cores, while Ray
 still refuses what would only get in each other's way."""
 ATTEMPTS = 3
+LOOPBACK = "127.0.0.1"
 UNUSED = ("start_monitor", "start_api_server", "start_log_monitor")
 """Methods of Ray's node that start processes for scaling, its dashboard and logs on the terminal. No option leaves them
 out; each takes half a second or more of processor time, one is waited for, and one would listen on every address."""
@@ -83,7 +84,8 @@ def _cluster(config: RayConfig, cancelled: threading.Event) -> Iterator[None]:
             ) from None
         guard = RayGuard(folder)
         try:
-            with _without_unused_parts(), _initialised(_local_options(folder, config), config, cancelled):
+            options = _local_options(folder, config)
+            with _without_unused_parts(), _on_loopback(), _initialised(options, config, cancelled):
                 yield
         finally:
             guard.stop()
@@ -139,6 +141,7 @@ def _local_options(folder: Path, config: RayConfig) -> dict[str, Any]:
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     return {
         "_temp_dir": str(folder / "ray"),  # Ray makes this folder readable for everyone
+        "_node_ip_address": LOOPBACK,
         "address": "local",  # else Ray would join another user's cluster on this machine
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
@@ -160,6 +163,21 @@ def _without_unused_parts() -> Iterator[None]:
     finally:
         for name, method in before.items():
             setattr(Node, name, method)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let Ray keep LOOPBACK as the address of this node, with which it listens nowhere else. It would replace it by an
+    address for other nodes, and listen on all: the token does not keep anybody from taking all file descriptors of the
+    run by silent connections."""
+    from ray._private import services
+
+    before = services.resolve_ip_for_localhost
+    services.resolve_ip_for_localhost = lambda host: host
+    try:
+        yield
+    finally:
+        services.resolve_ip_for_localhost = before
 
 
 @contextmanager
