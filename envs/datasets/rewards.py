@@ -293,7 +293,9 @@ def _sizes(expression: Any) -> Iterator[Any]:
         if size.is_Float and size > 0:
             yield size
     else:
-        parts = expression if isinstance(expression, list) else getattr(expression, "args", ())
+        parts = getattr(expression, "args", ())
+        if isinstance(expression, list) or hasattr(expression, "flat"):  # a matrix
+            parts = list(expression)
         for part in parts:
             yield from _sizes(part)
 

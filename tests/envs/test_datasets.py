@@ -976,10 +976,12 @@ def test_mathematics_is_compared_by_its_value() -> None:
         (r"\frac{1}{8000000}", ["0.000000125", r"\frac{0.5}{4000000}"]),
         (r"10^{-20}\sqrt{2}", [r"\sqrt{2 \cdot 10^{-40}}"]),
         (r"\{0.0000001, 2\}", ["2, 0.0000001"]),
+        (r"\begin{pmatrix} 0.0000001 & 2 \end{pmatrix}", [r"\begin{pmatrix} \frac{1}{10000000} & 2 \end{pmatrix}"]),
     ],
 )
 def test_a_small_number_is_not_any_other_small_number(expected: str, same: list[str]) -> None:
     others = ["0.0", "0", "0.0000004", "-0.0000002", r"\sqrt{2} - \sqrt{2}", r"10^{-30}", "x = 0.0", "2, 0.0000003"]
+    others.append(r"\begin{pmatrix} 0.0 & 2 \end{pmatrix}")
     assert [rewards._verify(answer, expected) for answer in (expected, *same)] == [1.0] * (1 + len(same))
     assert [rewards._verify(answer, expected) for answer in others] == [0.0] * len(others)
 
