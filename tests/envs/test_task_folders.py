@@ -11,15 +11,17 @@ import subprocess
 import tarfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from roll_flash.envs.adapters.task_folders.env import MARGIN_S, TaskFolder
+from roll_flash.envs.adapters.task_folders import env as env_module
+from roll_flash.envs.adapters.task_folders.env import COPIES_AT_ONCE, MARGIN_S, TaskFolder
 from roll_flash.envs.adapters.task_folders.format import find_tasks, load_task
-from roll_flash.envs.adapters.task_folders.tests import copy_out, reward_of_json, reward_of_text
+from roll_flash.envs.adapters.task_folders.tests import Verdict, copy_out, reward_of_json, reward_of_text
 from roll_flash.envs.check.checks import check_environment
 from roll_flash.envs.hosting.sandbox_lease import LazySandbox
 from roll_flash.errors import ConfigError, EnvError
@@ -322,6 +324,45 @@ def test_an_artifact_that_is_too_large_in_the_image_is_no_sample(work: str, tmp_
         play(task, f"<sh>{work}; echo right >out</sh>", "<answer>done</answer>", artifacts=["/app"])
     with pytest.raises(ConfigError, match="'/app//many/' is in '/app'"):
         TaskFolder(task, artifacts=["/app", "/app//many/"])
+
+
+def test_only_so_many_artifacts_are_on_the_disk_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy may take 512 MiB of the machine's disk: a hundred episodes that end together took 50 GiB."""
+    copies, tests, most = [0], [0], [0, 0]
+
+    class AnySandbox:
+        """A stand-in: what is copied and run is too."""
+
+        @asynccontextmanager
+        async def fresh(self) -> AsyncIterator[AnySandbox]:
+            yield self
+
+    async def nothing(*_: Any) -> None:
+        """Leave the sandbox as it is."""
+
+    async def busy(count: list[int], number: int) -> None:
+        count[0] += 1
+        most[number] = max(most[number], count[0])
+        await asyncio.sleep(0.01)
+        count[0] -= 1
+
+    async def test_run(*_: Any) -> Verdict:
+        await busy(tests, 1)
+        return Verdict(1.0, "")
+
+    monkeypatch.setattr(env_module, "make_folders", nothing)
+    monkeypatch.setattr(env_module, "copy_out", lambda *_: busy(copies, 0))
+    monkeypatch.setattr(env_module, "run_tests", test_run)
+
+    async def run() -> None:
+        envs = [TaskFolder(harbor_task(tmp_path / "task"), artifacts=["/app"]) for _ in range(20)]
+        for env in envs:
+            env._task, env.sandbox = load_task(tmp_path / "task"), cast("Any", AnySandbox())
+        assert [verdict.reward for verdict in await asyncio.gather(*(env._verdict() for env in envs))] == [1.0] * 20
+
+    asyncio.run(run())
+    assert most[0] == COPIES_AT_ONCE
+    assert most[1] >= 1
 
 
 @pytest.mark.parametrize("arguments", [{"artifacts": "/app/out"}, {"allow": "example.org:443"}])

@@ -12,11 +12,12 @@ import asyncio
 import shlex
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import permutations
 from pathlib import Path
 from posixpath import normpath
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from roll_flash.config.fields import require_lists
 from roll_flash.envs.adapters.task_folders.format import (
@@ -49,6 +50,9 @@ MARGIN_S = 20.0
 """Seconds added to the tests' timeout for starting a sandbox and for removing and writing files."""
 OUTPUT_MARGIN_S = 1.0
 """Seconds between a command's timeout and the end of the turn's time, for reading its output."""
+
+COPIES_AT_ONCE = 4
+"""Episodes of a process whose `artifacts` are on this machine's disk at the same time, up to 512 MiB for each."""
 
 _tests_that_work: set[tuple[Path, SandboxSpec]] = set()
 """Tasks of this process whose tests gave a verdict in a sandbox that no model command had touched."""
@@ -139,10 +143,12 @@ class TaskFolder(SandboxToolEnv):
         if not self._artifacts:
             async with self._tests_in_time():
                 return await run_tests(self.sandbox, self.task, self._reward_key)
-        async with self.sandbox.fresh() as untouched:
+        async with self.sandbox.fresh() as untouched, AsyncExitStack() as place:
             await make_folders(untouched, self.task)
+            await place.enter_async_context(_places())  # before the limit: others may be slow
             async with self._tests_in_time():
                 await copy_out(self.sandbox, self._artifacts, untouched)
+                await place.aclose()
                 return await run_tests(untouched, self.task, self._reward_key)
 
     @asynccontextmanager
@@ -230,6 +236,14 @@ class TaskFolder(SandboxToolEnv):
     def _broken(self, why: NoVerdictError) -> EnvError:
         end = f"; they printed: {why.output.strip()[-300:]}" if why.output.strip() else ""
         return EnvError(f"task {self.task.folder}: {why}{end}")
+
+
+def _places() -> asyncio.Semaphore:
+    """Return this event loop's semaphore for COPIES_AT_ONCE."""
+    return _semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(COPIES_AT_ONCE))
+
+
+_semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 def _absolute(paths: Sequence[str]) -> tuple[str, ...]:
