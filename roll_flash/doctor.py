@@ -288,7 +288,7 @@ def _memory_text(number: int, gpu: Gpu) -> str:
 
 def _command_of(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:  # of another container, or ended
         return "process"
 

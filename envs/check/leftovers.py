@@ -78,7 +78,7 @@ def _shared_memory_of_others() -> set[str]:
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) not in ours:
             with suppress(OSError):  # it has ended, or is another user's
-                maps = (process / "maps").read_text()
+                maps = (process / "maps").read_text(errors="replace")
                 found |= {line.split(maxsplit=5)[-1] for line in maps.splitlines() if f"{SHARED_MEMORY}/" in line}
     return found
 
@@ -98,4 +98,4 @@ def _processes() -> Iterator[str]:
     """Yield `name (pid)` of all descendants of this process."""
     for pid in descendants():
         with suppress(OSError):  # it has just ended
-            yield f"{Path(f'/proc/{pid}/comm').read_text().strip()} ({pid})"
+            yield f"{Path(f'/proc/{pid}/comm').read_text(errors='replace').strip()} ({pid})"

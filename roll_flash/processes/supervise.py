@@ -149,8 +149,8 @@ def sweep_semaphores() -> None:
     another process namespace are removed only if they are old."""
     for path in glob.glob("/dev/shm/sem.mp-roll-flash-*"):
         guard = guard_of_semaphore(os.path.basename(path))
-        with contextlib.suppress(FileNotFoundError, PermissionError):  # removed meanwhile, or another user's
-            is_old = time.time() - os.stat(path).st_mtime > OLD_SEMAPHORE_S
+        with contextlib.suppress(OSError):  # removed meanwhile, or another user's, who may call anything so
+            is_old = time.time() - os.lstat(path).st_mtime > OLD_SEMAPHORE_S
             if (guard == 0 and is_old) or (guard and not os.path.exists(f"/proc/{guard}")):
                 os.unlink(path)
 
@@ -221,13 +221,13 @@ class _SharedMemory:
             return
         in_use = set().union(*(_mapped_shared_memory(int(pid)) for pid in os.listdir("/proc") if pid.isdigit()))
         for path in left - in_use:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # removed meanwhile, or another user's, who may call anything so
                 os.unlink(path)
 
 
 def _mapped_shared_memory(pid: int) -> set[str]:
     try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return set()
     return {line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line}
@@ -288,9 +288,9 @@ def descendants(root: int | None = None) -> list[int]:
 
 
 def _stat(pid: str) -> list[str] | None:
-    """State and parent of a process; None if it has just exited."""
+    """State and parent of a process; None if it has just exited. It may be in a sandbox, and its name no text."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
 

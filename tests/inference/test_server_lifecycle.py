@@ -24,7 +24,7 @@ from roll_flash.inference.servers.process import ServerProcess
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.ports import MIN_PORT
 from roll_flash.processes.ray.guard import RayGuard
-from roll_flash.processes.supervise import GuardedProcess, semaphore_prefix, sweep_semaphores
+from roll_flash.processes.supervise import GuardedProcess, descendants, semaphore_prefix, sweep_semaphores
 
 TREE = """
 import os, signal, subprocess, sys, time
@@ -187,6 +187,28 @@ def test_semaphores_of_guards_that_are_gone_are_swept_and_others_kept() -> None:
     finally:
         for path in (left, living, old, young):
             path.unlink(missing_ok=True)
+
+
+def test_a_process_anywhere_on_the_machine_whose_name_is_no_text_ends_no_server() -> None:
+    """Code in a sandbox, or another user, may call one so."""
+    named = "import ctypes, time; ctypes.CDLL(None).prctl(15, bytes([255]), 0, 0, 0); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", named], stdout=subprocess.PIPE) as odd:
+        assert odd.stdout is not None
+        odd.stdout.readline()
+        try:
+            assert odd.pid in descendants()
+        finally:
+            odd.kill()
+
+
+def test_links_of_another_user_among_the_semaphores_are_left_alone() -> None:
+    ring = Path(f"/dev/shm/sem.{semaphore_prefix(os.getpid())}-ring")
+    ring.symlink_to(ring.name)
+    try:
+        sweep_semaphores()
+        assert ring.is_symlink()
+    finally:
+        ring.unlink()
 
 
 def test_what_ray_had_only_just_started_ends_with_it(tmp_path: Path) -> None:
