@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
-from roll_flash.cache import cache_root
+from roll_flash.cache import cache_root, open_lock
 from roll_flash.errors import ModelError, RollFlashError
 from roll_flash.models import adapter, gguf, hub
 from roll_flash.models import tiny as tiny_model
@@ -164,7 +164,7 @@ def _build(folder: Path, write: Callable[[Path], None], what: str | None) -> Non
 def _one_at_a_time(lock: Path) -> Iterator[None]:
     """Hold the file `lock`, which is removed at the end. Who has waited for a removed file takes a new one."""
     while True:
-        with lock.open("w") as file:
+        with open_lock(lock) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if not _is_there(file, lock):
                 continue
@@ -175,7 +175,7 @@ def _one_at_a_time(lock: Path) -> Iterator[None]:
             return
 
 
-def _is_there(file: IO[str], path: Path) -> bool:
+def _is_there(file: IO[bytes], path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -18,7 +18,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from roll_flash.cache import cache_root
+from roll_flash.cache import cache_root, open_lock
 from roll_flash.sandboxes.errors import SandboxUnavailable
 from roll_flash.terminal import say
 
@@ -68,7 +68,9 @@ def _cached_build(processor: str) -> Path:
     try:
         root = cache_folder()
         target = root / f"agent-{processor}-{sources.hexdigest()[:16]}"
-        with open(root / "agent.lock", "w") as lock:
+        if target.exists():
+            return target
+        with open_lock(root / "agent.lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():
                 for unfinished in root.glob("agent-*.new"):  # left by a killed compilation: this process holds the lock

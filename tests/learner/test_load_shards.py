@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -212,6 +215,18 @@ def test_whole_models_of_ranks_on_one_machine_are_in_memory_one_after_the_other(
     assert entered.wait(60)
     other.join(60)
     assert other.exitcode == 0
+
+
+def test_no_other_user_can_hold_up_the_loading_of_whole_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLL_FLASH_CACHE", str(tmp_path))
+    folder = os.open(tempfile.gettempdir(), os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # as every user can
+        with one_at_a_time():
+            (lock,) = tmp_path.iterdir()
+            assert lock.stat().st_mode & 0o077 == 0
+    finally:
+        os.close(folder)
 
 
 @pytest.mark.parametrize("damage", ["missing", "shape"])

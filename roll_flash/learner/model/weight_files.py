@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
+import platform
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
+from roll_flash.cache import cache_root, open_lock
 from roll_flash.errors import ModelError
 from roll_flash.learner.model.stored_parts import StoredParts, stored_parts
 from roll_flash.models.folder import weight_files
@@ -135,15 +136,22 @@ class WeightFiles:
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Let one process of this machine after the other run the block, so that their whole models are never in
-    memory together. The wait ends with the caller: the driver kills ranks after `learner.start_timeout_s`."""
-    folder = os.open(tempfile.gettempdir(), os.O_RDONLY)  # a lock on a folder leaves no file behind
+    """Let one process of this user and machine after the other run the block, so that their whole models are never in
+    memory together. The wait ends with the caller: the driver kills ranks after `learner.start_timeout_s`.
+
+    Raises ModelError if the lock cannot be made."""
+    path = cache_root() / f"load-{os.geteuid()}-{platform.node()}.lock"  # the folder may be shared
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        fcntl.flock(folder, fcntl.LOCK_UN)  # closing is not enough while a forked process has the folder open too
-        os.close(folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open_lock(path)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be written: {error}; set ROLL_FLASH_CACHE to another folder") from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough while a forked process has the file open too
 
 
 def compute_buffers(model: PreTrainedModel) -> list[str]:
