@@ -258,21 +258,45 @@ def test_a_busy_port_is_one_clear_line(tmp_path: Path) -> None:
     assert message.startswith(f"port {port} on 127.0.0.1 cannot be used: Address already in use; set inference.port")
 
 
-def test_a_server_that_is_started_again_waits_for_who_has_taken_its_port(tmp_path: Path) -> None:
-    """A connection of anybody's, or a process of its own that is slow to die."""
-    ended = Launcher("ended", "float32", lambda index, host, port: [sys.executable, "-c", "raise SystemExit(3)"], {})
+ENDS = Launcher("ended", "float32", lambda index, host, port: [sys.executable, "-c", "raise SystemExit(3)"], {})
 
+
+def test_a_server_that_is_started_again_waits_for_its_process_that_is_slow_to_die(tmp_path: Path) -> None:
     async def start_twice() -> None:
-        server = ServerProcess(0, ended, InferenceConfig(), tmp_path, "key")
+        server = ServerProcess(0, ENDS, InferenceConfig(), tmp_path, "key")
         with pytest.raises(InferenceError, match=r"did not start \(exit 3\)"):
             await server.start()
-        taken = socket.create_server(("127.0.0.1", server.port))
-        asyncio.get_running_loop().call_later(0.5, taken.close)
+        left = socket.create_server(("127.0.0.1", server.port), reuse_port=True)
+        asyncio.get_running_loop().call_later(0.5, left.close)
         with pytest.raises(InferenceError, match=r"did not start \(exit 3\)"):
             await server.start()
         await server.close()
 
     asyncio.run(start_twice())
+
+
+def test_no_other_user_gets_the_port_of_a_server_and_its_key(tmp_path: Path) -> None:
+    """All can read the port in the command line, seconds before the server listens there."""
+
+    async def start() -> None:
+        server = ServerProcess(0, ENDS, InferenceConfig(), tmp_path, "key")
+        with pytest.raises(InferenceError, match=r"did not start \(exit 3\)"):
+            await server.start()
+        try:
+            with pytest.raises(OSError, match="in use"):
+                socket.create_server(("127.0.0.1", server.port))
+            if os.geteuid() == 0:
+                os.seteuid(65534)
+                try:
+                    with pytest.raises(OSError, match="in use"):
+                        socket.create_server(("127.0.0.1", server.port), reuse_port=True)
+                finally:
+                    os.seteuid(0)
+        finally:
+            await server.close()
+        socket.create_server(("127.0.0.1", server.port)).close()
+
+    asyncio.run(start())
 
 
 def test_requests_share_a_connection_until_an_error_after_which_the_server_closes_it(

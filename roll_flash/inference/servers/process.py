@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import socket
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from roll_flash.inference.servers.prepare import prepare_weights
 from roll_flash.models.prepare import COMPILED_VARIABLE, compiled_folder
 from roll_flash.processes.gpus import environment_of
 from roll_flash.processes.keys import KEY_VARIABLE
-from roll_flash.processes.ports import free_port, require_free_port
+from roll_flash.processes.ports import free_port, keep_port, require_silent_port
 from roll_flash.processes.supervise import GuardedProcess
 from roll_flash.sandboxes.scratch import make_short_folder
 from roll_flash.watchdog.stacks import PART_VARIABLE
@@ -54,6 +55,7 @@ class ServerProcess(ServerControl):
         self.log: Path = logs / f"{launcher.name}-{index}.log"
         self.port = config.port + index if config.port else free_port(host)
         self._host = host
+        self._kept_port: socket.socket | None = None
         self._config = config
         self._process: GuardedProcess | None = None
         self._endpoint = f"http://{host}:{self.port}"
@@ -103,6 +105,12 @@ class ServerProcess(ServerControl):
             await asyncio.to_thread(self._process.stop)
             self._process = None
 
+    async def close(self) -> None:
+        await super().close()
+        if self._kept_port is not None:
+            self._kept_port.close()
+            self._kept_port = None
+
     def _environment(self, scratch: Path) -> dict[str, str]:
         """Return our environment, with TMPDIR set to `scratch`, which is removed after the server. Not with the key of
         servers of the user: ours have the run's."""
@@ -119,12 +127,17 @@ class ServerProcess(ServerControl):
         }
 
     async def _wait_for_port(self, patience_s: float) -> None:
-        """Raises InferenceError when something else keeps it: a process that is slow to die, somebody's connection."""
+        """Keep the port. Raises InferenceError when something else has it: a process that is slow to die, somebody's
+        connection."""
         advice = "set inference.port to another one, or to 0" if self._config.port else "start again"
         deadline = time.monotonic() + patience_s
         while True:
             try:
-                return require_free_port(self._host, self.port, advice)
+                if self._kept_port is None:
+                    self._kept_port = keep_port(self._host, self.port, advice)
+                else:
+                    require_silent_port(self._host, self.port, advice)
+                return
             except InferenceError:
                 if time.monotonic() > deadline:
                     raise

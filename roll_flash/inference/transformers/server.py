@@ -166,6 +166,7 @@ def main(arguments: list[str]) -> None:
             server.application(),
             host=host,
             port=int(port),
+            reuse_port=True,  # `keep_port` has it
             print=None,
             access_log=None,
             handler_cancellation=True,

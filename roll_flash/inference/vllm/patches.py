@@ -17,11 +17,13 @@ internals.
   request's random generator. CPU generators cannot be rewound, so one such request crashed the whole server. The patch
   removes the generators of these requests while the discarded tokens are sampled: the generators stay unused, so the
   seed gives the same tokens for any chunk size.
+- The server's port, which is kept for it (`processes/ports.py`): it must listen there with SO_REUSEPORT.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 from roll_flash.weight_sync.copied_weights import refresh_copied_weights
@@ -148,3 +150,19 @@ def patch_seeded_chunked_prefill() -> None:
 
     install(CPUModelRunner, "_sample", sample_without_generators)
     install(CPUModelRunner, "_bookkeeping_sync", bookkeeping_with_generators)
+
+
+def patch_server_socket() -> None:
+    """For the process that listens: it has imported the module."""
+    launcher = sys.modules.get("vllm.entrypoints.launchers.launcher")
+    if launcher is None:
+        return
+    create: Any = getattr(launcher, "create_server_socket", None)
+    if create is None:
+        _log.warning("this vLLM listens in another way: its port, which is kept for it, may be in use for it")
+        return
+
+    def create_on_kept_port(address: Any, **keywords: Any) -> Any:
+        return create(address, **{**keywords, "reuse_port": True})
+
+    install(launcher, "create_server_socket", create_on_kept_port)

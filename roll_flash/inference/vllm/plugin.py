@@ -3,8 +3,8 @@
 vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`). It registers the engine,
 names semaphores so that our guard can clean them up, ends the process when the guard is killed, and installs patches:
 weight versions in every streamed piece, experts packed and copied weights refreshed at every load, numbers of MIG
-slices, rotary positions of latent attention, ranks of tokens and the engine's start on CPU. The engine itself is
-`roll_flash.weight_sync.shared_memory`.
+slices, rotary positions of latent attention, ranks of tokens, the engine's start on CPU and the server's socket. The
+engine itself is `roll_flash.weight_sync.shared_memory`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from roll_flash.inference.vllm.patches import (
     patch_copied_weights,
     patch_expert_reload,
     patch_rotary_positions,
+    patch_server_socket,
     patch_streamed_versions,
     patch_token_ranks,
 )
@@ -38,6 +39,7 @@ def register() -> None:
     patch_rotary_positions()
     patch_token_ranks()
     patch_engine_start()
+    patch_server_socket()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "roll_flash.weight_sync.shared_memory", "SharedMemoryWeightTransferEngine"
