@@ -75,14 +75,16 @@ SIZE_DIGITS = 4
 def regex(answer: str, expected: Any, *, pattern: str | None = None) -> float:
     """1 if a pattern is found in the answer: `pattern`, where `{expected}` is the row's answer, or the row's answer.
 
-    An empty answer earns nothing, whatever the pattern.
+    An empty answer earns nothing, whatever the pattern. A pattern that takes too long to compile is no pattern.
     """
     chosen = _text(expected) if pattern is None else pattern.replace("{expected}", re.escape(_text(expected)))
     try:
-        compiled = re.compile(chosen)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise EnvError(f"reward regex: {chosen[:200]!r} is no pattern: {error}") from None
-    return 0.0 if is_empty(answer) else float(_limited(partial(_search, compiled, answer)))
+        found = score_in_subprocess(partial(_search, chosen, answer))
+    except ScoringEndedError:
+        found = _fault_of_slow_pattern(chosen)
+    if isinstance(found, str):
+        raise EnvError(f"reward regex: {chosen[:200]!r} is no pattern: {found}")
+    return float(found)
 
 
 def json_schema(answer: str, expected: Any, *, schema: Mapping[str, Any] | None = None) -> float:
@@ -300,8 +302,22 @@ def _sizes(expression: Any) -> Iterator[Any]:
             yield from _sizes(part)
 
 
-def _search(pattern: re.Pattern[str], answer: str) -> float:
-    return float(pattern.search(answer) is not None)
+def _search(pattern: str, answer: str) -> float | str:
+    """Return 1 or 0, or why the pattern is none."""
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        return first_line(error)
+    return float(not is_empty(answer) and compiled.search(answer) is not None)
+
+
+def _fault_of_slow_pattern(pattern: str) -> float | str:
+    """Return 0 if it was the answer that took too long, else why the pattern is none."""
+    try:
+        found: float | str = score_in_subprocess(partial(_search, pattern, ""))
+        return found
+    except ScoringEndedError as error:
+        return str(error)
 
 
 def _fits(answer: str, schema: Mapping[str, Any]) -> float | str:

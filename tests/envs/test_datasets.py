@@ -941,6 +941,14 @@ def test_what_is_no_pattern_is_a_fault_of_the_row(pattern: str) -> None:
         regex("a", pattern)
 
 
+def test_a_pattern_that_takes_for_ever_to_compile_is_a_fault_of_the_row_and_holds_up_no_worker() -> None:
+    """A hundred such sets take a second, in the thread of a worker, and a row has room for 150,000."""
+    began_s = time.thread_time()
+    with pytest.raises(EnvError, match="is no pattern: it raised an error, or takes more than 3 s"):
+        regex("a", "(?i)" + "[\x00-\uffff]" * 10_000)
+    assert time.thread_time() - began_s < 0.5
+
+
 def test_a_schema_that_nests_without_end_is_a_fault_of_the_row() -> None:
     with pytest.raises(EnvError, match=r"^.{,300} is no schema: it is no JSON$"):
         json_schema("1", "[" * 100_000)
