@@ -578,6 +578,37 @@ def test_the_id_of_a_session_is_sent_back_only_if_it_can_be() -> None:
         play_outside(outside)
 
 
+def test_the_end_of_a_session_is_not_sent_on_to_another_address() -> None:
+    """A server could have the worker delete what it liked, at any public address and at those that the list names."""
+    outside, asked = Outside(), []
+    answer = outside.handle
+
+    async def send_on(request: web.Request) -> web.StreamResponse:
+        asked.append((request.method, request.path_qs))
+        if request.method == "DELETE":
+            return web.Response(status=307, headers={"Location": "/mcp?elsewhere"})
+        return await answer(request)
+
+    outside.handle = send_on  # type: ignore[method-assign]
+    play_outside(outside, call("look"))
+    assert asked[-1] == ("DELETE", "/mcp")
+
+
+@pytest.mark.parametrize("kind", ["text/event-stream; x*", f"Text/Event-Stream; x*{'9' * 5000}=y"])
+def test_what_follows_the_content_type_does_not_matter(kind: str) -> None:
+    async def speak(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None  # aiohttp's own answers cannot have such a type
+        said = {"id": (await request.json())["id"], "result": {"content": [{"type": "text", "text": "seen"}]}}
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nConnection: close\r\n\r\n"
+        request.transport.write(f"{head}data: {json.dumps(said)}\n\n".encode())
+        request.transport.close()
+        return web.Response()
+
+    outside = Outside()
+    outside.result = speak
+    assert "seen" in play_outside(outside, call("look"))[0][0]
+
+
 async def flooded(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, before: bytes, flood: bytes, ended: asyncio.Event
 ) -> None:

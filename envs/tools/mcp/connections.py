@@ -134,7 +134,9 @@ class HttpConnection:
                     if re.fullmatch("[!-~]+", session) is None:  # as MCP requires; others may be no header to send
                         raise ServerLostError("its Mcp-Session-Id is not made of visible ASCII characters")
                     self.headers.setdefault("Mcp-Session-Id", session)
-                is_events, lines, data = answer.content_type == "text/event-stream", _Lines(ToolError), list[bytes]()
+                # aiohttp's own `content_type` raises any error for some values of the header
+                kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+                is_events, lines, data = kind == "text/event-stream", _Lines(ToolError), list[bytes]()
                 async for chunk in answer.content.iter_any():
                     for line in lines.feed(chunk, len(chunk)):
                         if not is_events or line.startswith(b"data:"):
@@ -165,7 +167,8 @@ class HttpConnection:
         self._allowance.left = MAX_ANSWER_BYTES
         try:
             if "Mcp-Session-Id" in self.headers and not self._http.closed:
-                async with asyncio.timeout(CLOSE_S), self._http.delete(self._url, headers=self.headers):
+                ending = self._http.delete(self._url, headers=self.headers, allow_redirects=False)
+                async with asyncio.timeout(CLOSE_S), ending:
                     pass
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             logger.debug("MCP server %s did not end its session: %s", self._url, error)
