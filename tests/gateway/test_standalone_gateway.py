@@ -374,6 +374,7 @@ def test_without_a_key_of_its_own_a_gateway_answers_only_sessions(tiny: TinyMode
 
 
 NO_TEXT = [b"\xff", b"\xed\xa0\x80", b"Bearer \xff\xfe", b"http://[\xff", b"//\xff:99999", b";;=\xff", b"\xe2\x84\x80"]
+NO_TEXT += [b"application/json; x*", b"application/json; x*" + b"9" * 5000 + b"=y"]
 
 
 @pytest.mark.parametrize("name", ["Authorization", "x-api-key", "Origin", "Host", "Content-Type", "Content-Encoding"])

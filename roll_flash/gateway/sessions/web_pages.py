@@ -29,8 +29,8 @@ async def refuse_web_pages(request: web.Request, handler: Handler) -> web.Stream
     host = _host(f"//{request.headers.get('Host', '')}")
     if is_loopback(_local_address(request)[0]) and not is_loopback(host):
         raise ApiError(403, "foreign_host", f"this is a loopback address; ask for it as {local_url(request)}")
-    kind = request.headers.get("Content-Type")
-    if request.can_read_body and kind is not None and request.content_type not in NO_FORM:
+    kind = request.headers.get("Content-Type")  # aiohttp's own `content_type` raises any error for some of them
+    if request.can_read_body and kind is not None and kind.partition(";")[0].strip().lower() not in NO_FORM:
         raise ApiError(415, "unsupported_media_type", "send Content-Type: application/json")
     return await handler(request)
 
