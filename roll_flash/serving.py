@@ -182,6 +182,10 @@ async def _open_servers(
     tokenizer = await asyncio.to_thread(load_tokenizer, model_folder, config.model.chat_template_kwargs)
     name = request.name or re.split(r"[/\\]", request.model.rstrip("/"))[-1]
     length = config.model.max_length
+    if request.trains:  # learners run in Ray; it must start before the engine, which keeps weights there, and end after
+        from roll_flash.processes.ray.local_ray import local_ray
+
+        await stack.enter_async_context(local_ray(config.ray))
     engine = open_engine(config.inference, model_folder=model_folder, max_model_len=length, logs=logs)
     stack.push_async_callback(engine.close)
     note(f"starting {config.inference.engine} with {model_folder}; its log is in {logs}")
@@ -204,11 +208,9 @@ def _within_context(config: Config, model_folder: Path, overrides: Sequence[str]
 async def _open_training(
     request: GatewayRequest, gateway: GatewayServer, servers: Servers, folder: Path, stack: AsyncExitStack
 ) -> TinkerRoutes:
-    """Start Ray, where learners will run, and add the routes of Tinker's API."""
-    from roll_flash.processes.ray.local_ray import local_ray
+    """Add the routes of Tinker's API."""
     from roll_flash.tinker.routes import TinkerRoutes
 
-    await stack.enter_async_context(local_ray(servers.config.ray))
     names = {gateway.backend.model, str(request.model), str(servers.folder)}
     training = TinkerRoutes(gateway, servers, frozenset(names), folder / "checkpoints")
     stack.push_async_callback(training.close)
