@@ -366,6 +366,19 @@ def test_a_user_in_a_folder_that_was_removed_is_told_to_go_elsewhere(tmp_path: P
     assert (done.returncode, done.stderr) == (2, said)
 
 
+@pytest.mark.parametrize("command", ["status .", "diagnose .", "verify .", "plan --from ."])
+def test_what_reads_a_run_runs_no_module_of_the_current_folder(command: str, tmp_path: Path) -> None:
+    """It may be the folder of a run from elsewhere."""
+    for name in ("msgspec", "numpy", "psutil", "rich", "yaml"):
+        (tmp_path / f"{name}.py").write_text("print('runs')")
+    code = f"from roll_flash.cli.main import main; main({command.split()!r})"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert "runs" not in done.stdout.split()
+    assert "roll-flash: " in done.stderr
+
+
 def test_what_the_terminal_cannot_show_is_escaped() -> None:
     Path("maze.yaml").write_text(yaml.safe_dump({**TREE, "envs": [{"id": "größer-v0"}]}))
     done = roll_flash("train", "maze.yaml", "--dry-run", env={**os.environ, "PYTHONIOENCODING": "ascii"})

@@ -24,6 +24,7 @@ from roll_flash import __version__
 from roll_flash.cli import environments, evaluate, gateway, gpu_check, init, plan, sandbox, train
 from roll_flash.cli.options import Json, example, option, show
 from roll_flash.cli.run_folder import checkpoints, dash, diagnose, export, plot, replay, scale, status, verify
+from roll_flash.config.user_code import find_modules_here
 from roll_flash.errors import ConfigError, RollFlashError
 from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.terminal import escape_what_cannot_be_encoded, one_line, progress_bars_on_terminals_only, say
@@ -37,6 +38,11 @@ NO_MEMORY = (
 OF_THE_MACHINE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG)
 """Errors about files for which the user can do more than we: access, a disk that is full or read-only, a long name."""
 EVERY_KEY = "docs/config.md lists every key of a config; python -m roll_flash.config.reference prints it."
+RUN_NO_CODE = (
+    *("checkpoints", "dash", "diagnose", "doctor", "eval-diff", "export", "gpu-check", "init", "plan", "plot"),
+    *("sandbox", "scale", "status", "verify", "watch"),
+)
+"""Commands that run no code of the user's. They import nothing from the current folder: it may be a run of others."""
 COMPLETION = "_ROLL_FLASH_COMPLETE"
 """Variable set by the shell's completion script, which typer installs."""
 
@@ -84,6 +90,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _begin(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_print_version, help="Print the version.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")] = False,
 ) -> None:
@@ -91,15 +98,12 @@ def _begin(
     make_logs_printable()
     if os.path.expanduser("~") == "~":
         raise ConfigError("this user has no home folder: set HOME to one that you can write")
-    if (here := _current_folder()) not in sys.path:
-        sys.path.insert(0, here)  # `my_envs:Maze-v0` as an id finds my_envs.py in the working directory
-
-
-def _current_folder() -> str:
     try:
-        return os.getcwd()
+        os.getcwd()
     except FileNotFoundError:
         raise ConfigError("the current folder has been removed; go to another one with cd") from None
+    if context.invoked_subcommand not in RUN_NO_CODE:
+        find_modules_here()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -110,6 +110,13 @@ def _run(file: Path, name: str, path: str) -> ModuleType:
     return module
 
 
+def find_modules_here() -> None:
+    """Let `my_envs:Maze-v0` as an id find my_envs.py in the current folder, first of all. Only for what runs code of
+    the user's: the folder may be a run from elsewhere."""
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+
+
 def search_path() -> tuple[str, ...]:
     """Return the folders in which this process looks for modules: a script or notebook may have added some."""
     return tuple(os.path.abspath(folder) for folder in sys.path if os.path.isdir(folder))

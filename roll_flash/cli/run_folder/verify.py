@@ -20,6 +20,7 @@ def verify(
 
     --repeat starts a learner on this machine, which must come to the same weights: bit by bit on a CPU.
     """
+    from roll_flash.config.user_code import find_modules_here
     from roll_flash.run.origin import require_own
     from roll_flash.run.run_dir import find_run
     from roll_flash.run.verify import verify_run
@@ -27,6 +28,7 @@ def verify(
     folder = find_run(run)
     if repeat:
         require_own(folder, trusted=trust)
+        find_modules_here()
     findings = verify_run(folder)
     if repeat and all(each.ok for each in findings):
         from roll_flash.replay.steps import repeat_steps
