@@ -366,6 +366,13 @@ def test_a_user_in_a_folder_that_was_removed_is_told_to_go_elsewhere(tmp_path: P
     assert (done.returncode, done.stderr) == (2, said)
 
 
+def test_no_other_user_can_write_what_a_command_makes(tmp_path: Path) -> None:
+    words = ["-c", "from roll_flash.cli.main import main; raise SystemExit(main(['init', 'mine', '--model', 'tiny']))"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, umask=0, capture_output=True, check=True)
+    assert not [path for path in tmp_path.rglob("*") if path.stat().st_mode & 0o002]
+
+
 @pytest.mark.parametrize("command", ["status .", "diagnose .", "verify .", "plan --from ."])
 def test_what_reads_a_run_runs_no_module_of_the_current_folder(command: str, tmp_path: Path) -> None:
     """It may be the folder of a run from elsewhere."""

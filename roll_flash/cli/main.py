@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import stat
 import sys
 import threading
 import traceback
@@ -96,6 +97,7 @@ def _begin(
 ) -> None:
     """Asynchronous reinforcement learning for language-model agents."""
     make_logs_printable()
+    os.umask(os.umask(0) | stat.S_IWOTH)  # compiled code and models that are kept, and the folder of runs
     if os.path.expanduser("~") == "~":
         raise ConfigError("this user has no home folder: set HOME to one that you can write")
     try:
