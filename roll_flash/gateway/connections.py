@@ -18,7 +18,8 @@ from aiohttp.web_protocol import RequestHandler as Connection
 MAX_KEPT = 32
 """Maximum kept connections per session."""
 MAX_IDLE_CONNECTIONS = 1024
-"""Maximum connections without session and running request; above that, the oldest is closed at once."""
+"""Maximum connections without session and running request, where the process may have four times as many file
+descriptors; above that, the oldest is closed at once."""
 FIRST_REQUEST_S = 60.0
 READ_BYTES = 1 << 14
 """Bytes that are read of a request's body, and half of what waits of it, before all others have their turn. aiohttp
@@ -29,6 +30,7 @@ class Connections:
     """Connections of one listening socket. Belongs to one event loop."""
 
     def __init__(self) -> None:
+        self._max_idle = MAX_IDLE_CONNECTIONS
         self._idle: OrderedDict[Connection, asyncio.TimerHandle] = OrderedDict()
         self._kept: dict[str, set[Connection]] = {}
         """Kept connections by session key."""
@@ -38,8 +40,10 @@ class Connections:
         """Number of waiting connections."""
         return sum(connection.transport is not None for connection in chain(self._idle, self._key_of))
 
-    def watch(self, server: Callable[[], Connection]) -> Callable[[], Connection]:
-        """Return the protocol factory that makes and watches the connections of `server`."""
+    def watch(self, server: Callable[[], Connection], descriptors: int) -> Callable[[], Connection]:
+        """Return the protocol factory that makes and watches the connections of `server`. `descriptors`: most that
+        silent connections may take."""
+        self._max_idle = min(MAX_IDLE_CONNECTIONS, descriptors)
 
         def accept() -> Connection:
             connection = server()
@@ -90,10 +94,10 @@ class Connections:
             self._kept[key].discard(connection)
 
     def _await_request(self, connection: Connection) -> None:
-        if len(self._idle) >= MAX_IDLE_CONNECTIONS:
+        if len(self._idle) >= self._max_idle:
             for closed in [each for each in self._idle if each.transport is None]:
                 self._close_idle(closed)
-        if len(self._idle) >= MAX_IDLE_CONNECTIONS:
+        if len(self._idle) >= self._max_idle:
             self._close_idle(next(iter(self._idle)))
         self._idle[connection] = asyncio.get_running_loop().call_later(FIRST_REQUEST_S, self._close_idle, connection)
 

@@ -50,6 +50,7 @@ MAX_OPEN_REQUESTS = 256
 """Maximum requests in progress per session; a sandbox has half as many connections."""
 MAX_DESCRIPTORS = 1 << 16
 """File descriptors requested at start; the usual limit of 1,024 is enough for few agents only."""
+MAX_BACKLOG = 2048
 CALLS = frozenset(("/v1/models", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"))
 OF_THIS_CALL = web.RequestKey("session", Session)
 """Session of a request with the gateway's own key, which ends with the request."""
@@ -113,7 +114,9 @@ class GatewayServer:
     async def start(self, host: str = LOOPBACK, port: int = 0) -> int:
         """Listen, and return the port. Raises OSError if the port is not available."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MAX_DESCRIPTORS)), hard))
+        descriptors = max(soft, min(hard, MAX_DESCRIPTORS))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
+        share = descriptors // 4  # for silent connections, and as much for those that come at once
         self._runner = web.AppRunner(
             self.app,
             access_log=None,
@@ -126,8 +129,9 @@ class GatewayServer:
         )
         await self._runner.setup()
         assert self._runner.server is not None
-        accept = self._connections.watch(self._runner.server)
-        self._listening = await asyncio.get_running_loop().create_server(accept, host, port, backlog=2048)
+        accept = self._connections.watch(self._runner.server, share)
+        backlog = min(share, MAX_BACKLOG)
+        self._listening = await asyncio.get_running_loop().create_server(accept, host, port, backlog=backlog)
         self.port = int(self._listening.sockets[0].getsockname()[1])
         return self.port
 

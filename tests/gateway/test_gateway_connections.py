@@ -127,6 +127,21 @@ def test_connections_that_come_all_at_once_are_no_more_than_there_may_be(
     serve(work, ["Hello."])
 
 
+def test_silent_connections_leave_descriptors_where_the_process_may_have_few(
+    serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 32))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+
+    async def work(served: Served) -> None:
+        silent = [await asyncio.open_connection("127.0.0.1", served.gateway.port) for _ in range(20)]
+        await until(lambda: served.gateway.metrics()["gateway_kept_connections"] == 8)
+        for _, writer in silent:
+            writer.close()
+
+    serve(work, ["Hello."])
+
+
 def test_who_connects_and_leaves_again_and_again_takes_nobodys_place(
     serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
