@@ -173,6 +173,30 @@ def test_a_server_that_floods_a_session_with_pings_holds_up_no_worker(monkeypatc
     with_session(play, web.get("/schema", schema), web.get("/ws", session))
 
 
+def test_the_end_of_a_session_that_is_flooded_with_pings_holds_up_no_worker() -> None:
+    """At its end all of them were read without a pause, for up to three seconds."""
+
+    async def session(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.send_str(observation())
+        assert request.transport is not None
+        request.transport.write(b"\x89\x00" * 1_000_000)
+        await asyncio.sleep(20)
+        return socket
+
+    async def play(env: OpenEnv) -> None:
+        ending = asyncio.create_task(env.close())
+        longest_s, before_s = 0.0, time.monotonic()
+        while not ending.done():
+            await asyncio.sleep(0.01)
+            longest_s, before_s = max(longest_s, time.monotonic() - before_s), time.monotonic()
+        await ending
+        assert longest_s < 0.5
+
+    with_session(play, web.get("/schema", schema), web.get("/ws", session))
+
+
 @pytest.mark.parametrize(
     "inner",
     [

@@ -89,7 +89,7 @@ class OpenEnvConnection:
             try:
                 return await self._ask("reset", settings)
             except _ServerFullError as full:
-                await self._drop()
+                await self.close()
                 if time.monotonic() + FULL_POLL_S > deadline_s:
                     raise EnvError(
                         f"{NAME}: {self._http} had no free session for {self._timeout_s:g} s ({full}); let the server "
@@ -105,7 +105,14 @@ class OpenEnvConnection:
         return await self._ask("step", action, max_s)
 
     async def close(self) -> None:
-        await self._drop()
+        """End the session, if there is one, and the connection."""
+        if self._socket is not None:
+            socket, self._socket = self._socket, None
+            await cancel_and_wait(filter(None, [self._next]))
+            self._next = None
+            with contextlib.suppress(aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+                async with asyncio.timeout(CLOSE_S):
+                    await _end(socket)
         if self._session is not None:
             session, self._session = self._session, None
             await session.close()
@@ -171,15 +178,6 @@ class OpenEnvConnection:
             self._session = aiohttp.ClientSession(auto_decompress=False, headers={"Accept-Encoding": "identity"})
         return self._session
 
-    async def _drop(self) -> None:
-        if self._socket is not None:
-            socket, self._socket = self._socket, None
-            await cancel_and_wait(filter(None, [self._next]))
-            self._next = None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_S):
-                    await socket.close()
-
     def _unreachable_error(self, error: Exception) -> EnvError:
         if isinstance(error, TimeoutError):
             return EnvError(f"{NAME}: {self._http} did not answer within {self._timeout_s:g} s")
@@ -197,6 +195,15 @@ async def _next_message(socket: aiohttp.ClientWebSocketResponse) -> aiohttp.WSMe
             await socket.pong(message.data)
         await asyncio.sleep(PING_S)
     return message
+
+
+async def _end(socket: aiohttp.ClientWebSocketResponse) -> None:
+    """Say that the session ends, and wait until the server does. aiohttp's own `close` reads all that a server still
+    sends without a pause."""
+    said = (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY)
+    await socket.send_frame(aiohttp.WSCloseCode.OK.to_bytes(2, "big"), aiohttp.WSMsgType.CLOSE)
+    while (await _next_message(socket)).type in said:  # noqa: ASYNC110 - the pause is what this is for
+        await asyncio.sleep(PING_S)
 
 
 def _is_too_big(message: aiohttp.WSMessage) -> bool:
