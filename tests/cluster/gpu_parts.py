@@ -45,7 +45,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     do_POST = do_GET
     def log_message(self, *_):
         pass
-http.server.ThreadingHTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
+class Server(http.server.ThreadingHTTPServer):
+    allow_reuse_port = True
+Server((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
 """
 
 

@@ -34,7 +34,7 @@ def test_groups_of_one_learn_from_values_that_rise_to_what_happens(tmp_path: Pat
     explained = [row["value_explained_variance"] for row in rows]
     assert explained[0] == 0, "all values are 0 at first"
     assert fmean(explained[-3:]) > fmean(explained[1:4]), "they come closer; how close depends on what was sampled"
-    assert sum(row["reward"] for row in rows[-3:]) / 3 > rows[0]["reward"] + 0.2
+    assert sum(row["reward"] for row in rows[-3:]) / 3 > rows[0]["reward"] + 0.1
     assert {row["groups_without_signal"] for row in rows} == {0}
     assert all(row["computed_policy_tokens"] == row["policy_tokens"] for row in rows)
     assert all(find_metric(name) for name in rows[-1] if name.startswith(("value", "return")))
