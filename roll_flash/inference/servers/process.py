@@ -136,7 +136,7 @@ class ServerProcess(ServerControl):
                 if self._kept_port is None:
                     self._kept_port = keep_port(self._host, self.port, advice)
                 else:
-                    require_silent_port(self._host, self.port, advice)
+                    await asyncio.to_thread(require_silent_port, self._host, self.port, advice)
                 return
             except InferenceError:
                 if time.monotonic() > deadline:
